@@ -1,0 +1,214 @@
+"""A run is one frozen `Config`, written in a Python file and changed only by `dotted.key=value` overrides."""
+
+import ast
+import dataclasses
+import difflib
+import runpy
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .checked import Checked, ConfigError, InputError, convert, require, type_name
+from .modeling.drafter import DrafterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig(Checked):
+    """Weights of the objective's terms; each is a sum over supervised slots, slot g weighted by slot_decay ** g."""
+
+    ce: float = 0.0
+    """Cross-entropy with the token in the data."""
+    kl: float = 0.0
+    """Cross-entropy with the target's whole distribution."""
+    tv: float = 0.0
+    """L1 distance to the target's distribution (not halved): twice the rejection rate."""
+    confidence: float = 0.0
+    """Binary cross-entropy of the confidence head with the true acceptance rate, 1 - L1 / 2."""
+    slot_decay: float = 1.0
+    reduce: Literal["slot", "document"] = "slot"
+    """Average over supervised slots, or first within each document and then over documents."""
+    chunk: int = 64
+    """Slots whose logits are alive at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(max(self.ce, self.kl, self.tv) > 0, "one of loss.ce, loss.kl, loss.tv must be > 0")
+        for name in ("ce", "kl", "tv", "confidence"):
+            require(getattr(self, name) >= 0, f"loss.{name} must be >= 0, got {getattr(self, name)}")
+        require(0 < self.slot_decay <= 1, f"loss.slot_decay must be in (0, 1], got {self.slot_decay}")
+        require(self.chunk >= 1, f"loss.chunk must be >= 1, got {self.chunk}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Checked):
+    """Where training rows come from (`deepspec.data`)."""
+
+    path: tuple[str, ...]
+    """JSONL files of conversations or token rows."""
+    max_length: int = 4096
+    """Tokens of a row; longer ones are cut on the right."""
+    min_supervised: int = 14
+    """Rows with fewer supervised tokens are dropped and counted."""
+    thinking: Literal["on", "off", "auto"] = "auto"
+    """Passed to the chat template as enable_thinking; auto passes nothing."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str | Path):
+            object.__setattr__(self, "path", (str(self.path),))
+        super().__post_init__()
+        require(len(self.path) > 0, "data.path must name at least one JSONL file")
+        require(self.max_length >= 2, f"data.max_length must be >= 2, got {self.max_length}")
+        require(self.min_supervised >= 2, f"data.min_supervised must be >= 2, got {self.min_supervised}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Checked):
+    """The optimisation. Batch sizes count sequences."""
+
+    lr: float = 6e-4
+    epochs: int = 10
+    max_steps: int | None = None
+    """Stop after this many optimiser steps, whatever `epochs` says."""
+    batch_size: int = 512
+    """Sequences an optimiser step."""
+    micro_batch: int = 1
+    """Sequences a forward pass."""
+    warmup: float = 0.04
+    """Fraction of all steps over which the learning rate rises from 0; then it falls to 0 on a cosine."""
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    clip: float = 1.0
+    """Largest global gradient norm."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Autocast dtype of the drafter. Its trainable weights are float32 either way."""
+    target_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """dtype of the target's weights; auto is what its config says."""
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """auto is flex on CUDA and SDPA elsewhere."""
+    device: str = "auto"
+    log_every: int = 10
+    save_every: int = 500
+    """Optimiser steps between checkpoints; the last step is always saved."""
+    keep_last: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.lr > 0, f"train.lr must be > 0, got {self.lr}")
+        require(0 <= self.warmup < 1, f"train.warmup must be in [0, 1), got {self.warmup}")
+        for name in ("epochs", "batch_size", "micro_batch", "log_every", "save_every", "keep_last"):
+            require(getattr(self, name) >= 1, f"train.{name} must be >= 1, got {getattr(self, name)}")
+        require(self.max_steps is None or self.max_steps >= 1, f"train.max_steps must be >= 1, got {self.max_steps}")
+        require(
+            self.batch_size % self.micro_batch == 0,
+            f"train.micro_batch ({self.micro_batch}) must divide train.batch_size ({self.batch_size})",
+        )
+        require(self.clip > 0, f"train.clip must be > 0, got {self.clip}")
+        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"train.betas: two in [0, 1), got {self.betas}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Checked):
+    """Everything that defines a training run."""
+
+    target: str
+    """Directory, hub id, GGUF file, or 'deepspec/tiny' (see `deepspec.tiny`)."""
+    target_revision: str | None = None
+    drafter: DrafterConfig
+    loss: LossConfig
+    data: DataConfig
+    train: TrainConfig = field(default_factory=TrainConfig)
+    out: Path
+    """The run directory."""
+    seed: int = 42
+
+
+def load_config(path: str | Path, *overrides: str) -> Config:
+    """Read `config` from a Python file, then apply overrides such as 'train.lr=1e-4'.
+
+    A recipe that builds on another calls `load_config(Path(__file__).parent / "other.py")`. ConfigError says what is
+    wrong, where, and what would be right.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"no config file {str(path)!r}")
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except InputError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except TypeError as error:  # a keyword that no section has
+        raise ConfigError(f"{path}: {_unknown_keyword(str(error))}") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path} must define `config = deepspec.Config(...)`, found {type(config).__name__}")
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign:
+            raise ConfigError(f"override {override!r} must look like dotted.key=value")
+        config = _replace(config, key.strip().split("."), text.strip(), key)
+    return config
+
+
+def as_dict(value: Any) -> Any:
+    """A config as plain JSON values; sections carry no type names, except the drafter's kind."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: as_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields} if isinstance(value, DrafterConfig) else fields
+    if isinstance(value, tuple | list):
+        return [as_dict(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _unknown_keyword(message: str) -> str:
+    """'DataConfig.__init__() got an unexpected keyword argument 'x'' with the nearest field added."""
+    if "unexpected keyword argument" not in message:
+        return message
+    section, name = message.split(".")[0], message.rsplit("'", 2)[1]
+    known = {c.__name__: [f.name for f in dataclasses.fields(c)] for c in _subclasses(Checked)}
+    return f"{section} has no {name!r}; {_hint(name, known.get(section, []))}"
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [kind, *(s for sub in kind.__subclasses__() for s in _subclasses(sub))]
+
+
+def _hint(name: str, fields: list[str]) -> str:
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(sorted(fields)) or 'no keys'}"
+
+
+def _replace(node: Any, path: list[str], text: str, key: str) -> Any:
+    name, *rest = path
+    fields = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+    if name not in fields:
+        raise ConfigError(f"no config key {key!r}: {type(node).__name__} has no {name!r}; {_hint(name, fields)}")
+    old = getattr(node, name)
+    kind = typing.get_type_hints(type(node))[name]
+    if rest:
+        new = _replace(old, rest, text, key)
+    elif dataclasses.is_dataclass(old):
+        raise ConfigError(f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=...")
+    else:
+        new = parse(text, kind, key)
+    return dataclasses.replace(node, **{name: new})
+
+
+def parse(text: str, kind: Any, key: str) -> Any:
+    """Read `text` as a value of type `kind`; ConfigError names `key`. Text that is no Python literal is a string."""
+    if kind in (str, Path):
+        return kind(text)
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        value = text
+    origin = typing.get_origin(kind)
+    if origin is tuple and not isinstance(value, tuple | list):
+        value = tuple(text.split(",")) if typing.get_args(kind)[0] is str else (value,)
+    if origin in (typing.Union, types.UnionType) and isinstance(value, str) and value.lower() == "none":
+        value = None
+    try:
+        return convert(value, kind)
+    except TypeError:
+        raise ConfigError(f"{key} must be {type_name(kind)}, got {text!r}") from None

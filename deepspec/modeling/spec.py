@@ -1,0 +1,34 @@
+"""What one decoder block of a target looks like, in plain numbers. Families fill it in; layers are built from it."""
+
+from dataclasses import dataclass
+
+from ..checked import Checked, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec(Checked):
+    """Read from a Hugging Face config by `families/`, saved with every drafter. Knows nothing of `transformers`."""
+
+    dim: int
+    """D: width of the residual stream."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    act: str = "silu"
+    """'silu' or 'gelu_pytorch_tanh'."""
+    norm_eps: float = 1e-6
+    inv_freq: tuple[float, ...]
+    """Rotary inverse frequencies, head_dim / 2 of them, radians a position; scaling is already in them."""
+    rope_factor: float = 1.0
+    """Multiplies cos and sin (attention factor of YaRN and its kind)."""
+    attn_scale: float
+    """Multiplies query-key products."""
+    max_positions: int = 32768
+    rope: tuple[tuple[str, str], ...] = ()
+    """The target's rope_parameters as (key, JSON value) pairs, copied into saved configs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        require(len(self.inv_freq) * 2 == self.head_dim, f"inv_freq must hold head_dim / 2 = {self.head_dim / 2} numbers")

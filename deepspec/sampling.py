@@ -1,0 +1,90 @@
+"""From logits to the exact distribution a token is drawn from, and the drawing. The only place tokens are drawn.
+
+Letters: V vocabulary. Randomness is counter-based: a uniform is a pure function of (request seed, position in the
+sequence, stream), so a request draws the same numbers alone, in any batch, and on any device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checked import Checked, require
+
+DRAFT, ACCEPT, TARGET, ANCHOR = 0, 1, 2, 3
+"""Streams: the drafter's token at a position; the coin that accepts it; the target's own token after an anchor at a
+position; the choice of training anchors."""
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Checked):
+    """How tokens are drawn, from drafter and target alike.
+
+    Order of the filters, as in vLLM and transformers: temperature, top-k, top-p, min-p, each on the renormalised rest.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy: the distribution is a one-hot."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose mass reaches top_p."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature >= 0, f"sampling.temperature must be >= 0, got {self.temperature}")
+        require(self.top_k >= 0, f"sampling.top_k must be >= 0 (0 keeps all), got {self.top_k}")
+        require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, f"sampling.min_p must be in [0, 1], got {self.min_p}")
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """[..., V] any float dtype -> [..., V] float32, summing to 1 (to rounding)."""
+        if self.temperature == 0:
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)  # ties with the k-th stay, on both sides alike
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(-1, descending=True, stable=True)
+            before = ordered.double().cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
+            keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, before < self.top_p)
+            probs = probs * keep
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.min_p > 0:
+            probs = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse CDF in float64: weights [..., V] >= 0 (of any positive sum), uniform [...] in (0, 1) -> token ids [...].
+
+    A token of weight 0 is never drawn: the first entry of the running sum above u * total has weight > 0.
+    """
+    running = weights.double().cumsum(-1)
+    return torch.searchsorted(running, (uniform.double() * running[..., -1])[..., None], right=True)[..., 0]
+
+
+def uniforms(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """Uniforms in (0, 1), float64, 48 bits: seeds and positions long, broadcast together -> their shape.
+
+    Products stay below 2^63, so no arithmetic overflows and every device agrees. 48 bits keep u * total < total.
+    """
+    high = _mix(_mix(_mix(seeds & _MASK32) ^ (seeds >> 32 & _MASK32)) ^ (positions & _MASK32)) ^ (stream * 0x3C6EF372)
+    high = _mix(high & _MASK32)
+    low = _mix(high ^ 0x1B873593)
+    return ((high << 16 | low >> 16).double() + 0.5) * 2.0**-48
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (xor-shift, multiply) on values in [0, 2^32) held as int64; its multipliers are below 2^31."""
+    x = (x + 0x1E3779B9) & _MASK32
+    x = ((x ^ x >> 16) * 0x21F0AAAD) & _MASK32
+    x = ((x ^ x >> 15) * 0x735A2D97) & _MASK32
+    return x ^ x >> 15
