@@ -1,0 +1,1 @@
+"""Decoding losslessly with a drafter, and measuring what that is worth."""

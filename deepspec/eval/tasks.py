@@ -1,0 +1,95 @@
+"""A task is a JSONL file of prompts, or the name of a public benchmark that becomes one.
+
+`datasets` is only asked for the benchmarks in `HUB`; the others of the paper's nine have to come as a file for now.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cache import cache_dir, write_text
+from ..checked import InputError
+
+BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where a benchmark's prompts are on the Hugging Face hub, and how many the paper used."""
+
+    dataset: str
+    config: str | None
+    split: str
+    column: str
+    samples: int
+
+
+HUB = {
+    "gsm8k": Hub("openai/gsm8k", "main", "test", "question", 500),
+    "math500": Hub("HuggingFaceH4/MATH-500", None, "test", "problem", 500),
+    "humaneval": Hub("openai/openai_humaneval", None, "test", "prompt", 164),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A name for the tables and the file that holds the prompts."""
+
+    name: str
+    path: Path
+
+
+def find_tasks(names: Sequence[str]) -> list[Task]:
+    """Benchmarks and JSONL files by name or path, in the order given; InputError for a missing or broken one."""
+    if not names:
+        raise InputError("no task given; pass --tasks with a JSONL file of `turns`")
+    if twice := [n for n in dict.fromkeys(names) if names.count(n) > 1]:
+        raise InputError(f"task {twice[0]!r} is given twice")
+    paths = [_benchmark(n) if n in HUB and not Path(n).exists() else _file(n) for n in names]
+    stems = [p.stem for p in paths]
+    return [Task(n if stems.count(s) > 1 else s, p) for n, s, p in zip(names, stems, paths)]
+
+
+def _file(name: str) -> Path:
+    path = Path(name)
+    if name in BENCHMARKS and not path.exists():
+        raise InputError(f"task {name!r} is not built in yet; pass a JSONL file with a `turns` list a line")
+    if not path.is_file():
+        raise InputError(f"task {name!r} is neither a file nor one of {', '.join(HUB)}; pass a JSONL file of `turns`")
+    rows = 0
+    with path.open("rb") as file:  # read once here, so that a broken line is found before a model is loaded
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise InputError(f"{path}, line {number}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{path}, line {number}: expected an object with `turns`, got {type(row).__name__}")
+            rows += 1
+    if not rows:
+        raise InputError(f"{path} has no lines; a task needs at least one prompt")
+    return path
+
+
+def _benchmark(name: str) -> Path:
+    """The benchmark's first prompts as a JSONL of `turns`, fetched once into the cache."""
+    hub = HUB[name]
+    path = cache_dir("tasks", f"{name}.jsonl")
+    if path.is_file():
+        return path
+    import datasets  # slow to import, and needed only the first time
+
+    try:
+        rows = datasets.load_dataset(hub.dataset, hub.config, split=hub.split)
+        prompts = [row[hub.column] for row in rows.select(range(min(hub.samples, len(rows))))]
+    except Exception as error:  # offline, renamed, gated...: whatever it is, the way out is the same
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"task {name!r}: {hub.dataset} could not be fetched ({reason}); pass a JSONL file of `turns` instead"
+        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps({"id": f"{name}-{i}", "turns": [p]}) + "\n" for i, p in enumerate(prompts)))
+    return path
