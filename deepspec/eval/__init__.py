@@ -1,1 +1,1 @@
-"""Decoding losslessly with a drafter, and measuring what that is worth."""
+"""Lossless speculative decoding and its measurement."""

@@ -35,5 +35,5 @@ class Vocab(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V], soft-capped where the target caps."""
-        logits = F.linear(hidden, self.head)
+        logits = F.linear(hidden.to(self.head.dtype), self.head)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -1,0 +1,54 @@
+"""How many drafted tokens of each request are worth verifying.
+
+Lossless only if the length never depends on tokens it would cut off: slot g may be admitted on confidence[:, : g + 1]
+alone. All schedules here stop at the first slot they refuse.
+
+Letters: B rows, G slots.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..checked import InputError
+
+
+class Schedule(Protocol):
+    """One fresh object a run: a schedule may remember earlier rounds."""
+
+    name: str
+
+    def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
+        """confidence [B, G] in (0, 1], active [B] bool, room [B]: the most a row can hold -> lengths [B] long, 0 for
+        inactive rows."""
+        ...
+
+
+class VerifyAll:
+    name = "verify_all"
+
+    def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
+        return room.clamp(max=confidence.shape[1]) * active  # on the host: no synchronisation
+
+
+class Threshold:
+    def __init__(self, minimum: float) -> None:
+        if not 0 <= minimum <= 1:
+            raise InputError(f"threshold must be in [0, 1], got {minimum}")
+        self.minimum = minimum
+        self.name = f"threshold:{minimum:g}"
+
+    def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
+        lengths = (confidence >= self.minimum).cumprod(-1).sum(-1)
+        return torch.minimum(lengths, room.to(lengths.device)) * active.to(lengths.device)
+
+
+def verify_all() -> Schedule:
+    """Verify every drafted token."""
+    return VerifyAll()
+
+
+def threshold(minimum: float) -> Schedule:
+    """Verify up to the first slot whose conditional confidence is below `minimum`."""
+    return Threshold(minimum)

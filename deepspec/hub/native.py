@@ -1,0 +1,284 @@
+"""DeepSpec's own drafter format, which vLLM and SGLang read: config.json + model.safetensors.
+
+config.json is a Qwen3-style config (block drafters have q/k norms on every family) plus the drafter's keys, plus a
+`deepspec` section with our own provenance. The target's embedding and head are never written; where a checkpoint of
+another trainer carries copies of them, the target's own are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..cache import whole_dir
+from ..checked import ConfigError, InputError
+from ..modeling.block import BlockConfig
+from ..modeling.dflash import DFlashConfig
+from ..modeling.drafter import Drafter, DrafterConfig
+from ..modeling.dspark import DSparkConfig
+from ..modeling.families import read_family
+from ..modeling.spec import BlockSpec
+
+COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+"""Copies of the target's tensors that other trainers save, and what they are called in Vocab."""
+PREFIXES = ("_orig_mod.", "module.", "model.")
+
+
+def save_drafter(drafter: Drafter, path: Path, provenance: dict[str, Any]) -> None:
+    """Write a drafter directory, all of it or nothing."""
+    from safetensors.torch import save_file
+
+    tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
+    config = to_json(drafter.config, drafter.spec, drafter.vocab.size, dtype=next(iter(tensors.values())).dtype)
+    config["deepspec"] |= provenance
+    with whole_dir(path) as temporary:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a block drafter (keys and their traps: facts/formats.md 1.1 and 10.2)."""
+    if not isinstance(config, BlockConfig):
+        raise TypeError(f"no format for {type(config).__name__} yet")
+    rope = {key: json.loads(value) for key, value in spec.rope}
+    spark = config if isinstance(config, DSparkConfig) else None
+    ids = list(config.target_layer_ids)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["Qwen3DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": name,
+        "torch_dtype": name,
+        "hidden_size": spec.dim,
+        "num_hidden_layers": config.num_draft_layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.mlp_dim,
+        "hidden_act": spec.act,
+        "rms_norm_eps": spec.norm_eps,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * config.num_draft_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": ids,
+        "num_anchors": config.num_anchors,
+        "markov_rank": spark.markov_rank if spark else 0,
+        "markov_head_type": spark.markov_head_type if spark else "vanilla",
+        "enable_confidence_head": spark.confidence_head if spark else False,
+        "confidence_head_with_markov": bool(spark and spark.confidence_head and spark.confidence_reads_markov),
+        "sample_from_anchor": config.sample_from_anchor,
+        # never sample_from_anchor in here: vLLM's DSpark loader refuses it
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": ids, "block_size": config.block_size},
+        "deepspec": {"format": 1, "drafter": config_to_json(config)},
+    }  # fmt: skip
+
+
+def config_to_json(config: DrafterConfig) -> dict[str, Any]:
+    return {"kind": type(config).__name__.removesuffix("Config").lower(), **dataclasses.asdict(config)}
+
+
+def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
+    """The drafter's settings from its config.json; `keys` are the names of its tensors."""
+    kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig}
+    own = dict(raw.get("deepspec", {}).get("drafter", {}))
+    if own:
+        kind = own.pop("kind", None)
+        if kind not in kinds:
+            raise InputError(f"drafter kind {kind!r} is unknown; this version reads {', '.join(kinds)}")
+        return kinds[kind](**own)
+    nested = raw.get("dflash_config") or {}
+    look = {**nested, **{k: v for k, v in raw.items() if v is not None}}
+    architecture = (raw.get("architectures") or ["?"])[0]
+    known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
+    if architecture not in known:
+        raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {', '.join(known)}")
+    missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids") if k not in look]
+    if missing:
+        raise InputError(f"config.json has no {', '.join(missing)}")
+    from_anchor = look.get("sample_from_anchor", architecture != "DFlashDraftModel" or bool(nested.get("shift_label")))
+    common = {
+        "block_size": look["block_size"],
+        "target_layer_ids": look["target_layer_ids"],
+        "mask_token_id": look["mask_token_id"],
+        "num_draft_layers": raw["num_hidden_layers"],
+        "num_anchors": look.get("num_anchors", 512),
+        "sample_from_anchor": from_anchor,
+    }
+    markov = "markov_head.markov_w1.weight" in keys
+    confidence = "confidence_head.proj.weight" in keys
+    if not markov and not confidence:
+        return DFlashConfig(**common)
+    return DSparkConfig(
+        **common,
+        markov_head_type=look.get("markov_head_type") or "vanilla",
+        markov_rank=look.get("markov_rank", 256) if markov else 0,
+        confidence_head=confidence,
+        confidence_with_markov=look.get("confidence_head_with_markov", markov),
+    )
+
+
+def read_spec(raw: dict[str, Any]) -> BlockSpec:
+    """The drafter's own block, from its config.json: widths and rotary may differ from the target's."""
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in raw.items() if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype")}
+    if fields.get("rope_parameters"):
+        fields.pop("rope_scaling", None)
+        fields.pop("rope_theta", None)
+    return read_family(AutoConfig.for_model("qwen3", **fields)).block
+
+
+def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
+    """A drafter from a directory or hub id, on the target's device, in its dtype (or in `dtype`).
+
+    Reads DeepSpec's format and z-lab's DFlash. InputError where it is none, is broken, or belongs to another target.
+    """
+    folder = find_drafter(path)
+    raw = read_config(folder)
+    tensors = read_tensors(folder)
+    try:
+        config = from_json(raw, set(tensors))
+    except ConfigError as error:
+        raise InputError(f"drafter {str(path)!r}: {error}") from None
+    _check_target(str(path), raw, config, target)
+    drafter = config.build(read_spec(raw), target.vocab)
+    _check_copies(str(path), tensors, target)
+    expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in tensors.items()}
+    if expected != found:
+        raise InputError(f"drafter {str(path)!r}: {_difference(expected, found)}")
+    drafter.load_state_dict(tensors)
+    kind = target.dtype if dtype == "target" else dtype
+    return drafter.to(device=target.device, dtype=getattr(torch, kind) if isinstance(kind, str) else kind).eval()
+
+
+def find_drafter(path: str | Path) -> Path:
+    """The directory with config.json: the path itself, its `drafter/` (a run directory), or a hub snapshot."""
+    local = Path(path).expanduser()
+    for folder in (local, local / "drafter"):
+        if (folder / "config.json").is_file():
+            return folder
+    name = str(path)
+    if local.exists() or local.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise InputError(f"no drafter in {name!r}: a drafter directory holds config.json and model.safetensors")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
+    except Exception as error:
+        raise InputError(f"drafter {name!r} is neither a directory nor a hub repository that can be read: {str(error).splitlines()[0]}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{folder / 'config.json'} must hold an object")
+    return raw
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a drafter's safetensors files, prefixes of wrappers removed."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{folder} has no model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is truncated or damaged: {error}") from None
+    return {_strip(name): value for name, value in tensors.items()}
+
+
+def _strip(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:
+    if raw.get("hidden_size") != target.spec.dim:
+        raise InputError(
+            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; {target.name!r} has {target.spec.dim}"
+        )
+    if raw.get("vocab_size") != target.vocab.size:
+        raise InputError(
+            f"drafter {path!r} is for a vocabulary of {raw.get('vocab_size')}; {target.name!r} has {target.vocab.size}"
+        )
+    config.check_target(num_layers=target.num_layers, vocab_size=target.vocab.size, special_ids={})
+
+
+def _check_copies(path: str, tensors: dict[str, Tensor], target: Any) -> None:
+    """Take copies of the target's tensors out of `tensors`; warn where they are not the target's own."""
+    for name, attribute in COPIES.items():
+        copy = tensors.pop(name, None)
+        if copy is None:
+            continue
+        own = getattr(target.vocab, attribute)
+        if copy.shape != own.shape or not torch.equal(copy.to(own), own):
+            warnings.warn(f"drafter {path!r} carries {name} that differs from the target's; the target's is used", stacklevel=3)
+
+
+def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    parts = []
+    if missing := sorted(expected.keys() - found.keys()):
+        parts.append(f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""))
+    if extra := sorted(found.keys() - expected.keys()):
+        parts.append(f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else ""))
+    for name in sorted(expected.keys() & found.keys()):
+        if expected[name] != found[name]:
+            parts.append(f"{name} is {list(found[name])}, should be {list(expected[name])}")
+            break
+    return "tensors do not fit its config: " + "; ".join(parts)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and the git commit of the working copy, for what a run writes."""
+    import transformers
+
+    return {
+        "deepspec_version": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "git_sha": git_sha(),
+    }
+
+
+def git_sha() -> str | None:
+    """The commit this package was run from, with '-dirty' where files differ; None outside a git checkout."""
+    where = Path(__file__).parent
+    try:
+        run = lambda *a: subprocess.run(["git", "-C", str(where), *a], capture_output=True, text=True, timeout=10)  # noqa: E731
+        inside = run("ls-files", "--error-unmatch", __file__)
+        if inside.returncode:
+            return None
+        sha, dirty = run("rev-parse", "HEAD").stdout.strip(), run("status", "--porcelain", "--untracked-files=no").stdout.strip()
+        return sha + ("-dirty" if dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

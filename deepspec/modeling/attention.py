@@ -1,0 +1,135 @@
+"""Attention of anchored blocks over a context: one visibility rule, two backends, and the call that decoding uses.
+
+Letters: B rows, T context positions, A anchors, G slots of a block, N = A * G queries, Q heads, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Backend = Literal["auto", "flex", "sdpa"]
+
+_SCORES_ALIVE = 1 << 26
+"""Scores the SDPA backend keeps for backward before it recomputes them in slices of anchors (256 MiB in float32)."""
+
+
+def sees_context(anchor: Tensor, anchor_document: Tensor, position: Tensor, document: Tensor) -> Tensor:
+    """The rule, for broadcastable tensors: a block sees context strictly before its anchor, in its own document.
+
+    `anchor` and `position` are places in the row. Within itself a block sees every slot, other blocks never.
+    """
+    return (position < anchor) & (document == anchor_document)
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """Blocks of G slots at `anchors` [B, A] over a context whose places belong to `document` [B, T]."""
+
+    anchors: Tensor
+    document: Tensor
+    slots: int
+    backend: Backend = "auto"
+
+    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """q [B, N, Q, H]; context keys and values [B, T, K, H]; the blocks' own [B, N, K, H] -> [B, N, Q, H]."""
+        backend = ("flex" if q.is_cuda else "sdpa") if self.backend == "auto" else self.backend
+        return (self._flex if backend == "flex" else self._sdpa)(q, context, block, scale)
+
+    @functools.cached_property
+    def own_document(self) -> Tensor:
+        """[B, A] the document each anchor stands in."""
+        return self.document.gather(1, self.anchors)
+
+    # -- flex_attention: context and blocks in one sequence of T + N keys; masked tiles are skipped --------------------
+
+    @functools.cached_property
+    def _block_mask(self) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
+        anchors, own, document = self.anchors, self.own_document, self.document
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            block = (q // G).clamp(max=A - 1)  # lengths are rounded up to tiles: indices may run past the end
+            place = k.clamp(max=T - 1)
+            context = sees_context(anchors[b, block], own[b, block], k, document[b, place])
+            return torch.where(k < T, context, (k - T) // G == q // G)
+
+        return create_block_mask(visible, B, None, A * G, T + A * G, device=anchors.device)
+
+    def _flex(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(context, block))
+        gqa = q.shape[2] != keys.shape[1]
+        call = _flex_call(q.is_cuda)
+        out = call(q.transpose(1, 2), keys, values, block_mask=self._block_mask, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+    # -- SDPA: scores with the context [N, T] and within blocks [A, G, G] apart, one softmax over both -----------------
+
+    @functools.cached_property
+    def _context_mask(self) -> Tensor:
+        place = torch.arange(self.document.shape[1], device=self.document.device)
+        return sees_context(
+            self.anchors[..., None], self.own_document[..., None], place, self.document[:, None]
+        )  # [B, A, T]
+
+    def _sdpa(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
+        K, (Q, H) = context[0].shape[2], q.shape[2:]
+        q = (q * scale).view(B, A, G, K, Q // K, H)
+        own = [x.view(B, A, G, K, H) for x in block]
+        step = A if B * A * G * T * Q <= _SCORES_ALIVE else max(1, _SCORES_ALIVE // (B * G * T * Q))
+        if step == A:
+            return _two_parts(q, *context, *own, self._context_mask).flatten(1, 2)
+        slices = []
+        for start in range(0, A, step):
+            cut = slice(start, start + step)
+            parts = (q[:, cut], *context, own[0][:, cut], own[1][:, cut], self._context_mask[:, cut])
+            slices.append(checkpoint(_two_parts, *parts, use_reentrant=False))
+        return torch.cat(slices, 1).flatten(1, 2)
+
+
+def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: Tensor) -> Tensor:
+    """q [B, A, G, K, R, H] (scaled), context [B, T, K, H], blocks [B, A, G, K, H], mask [B, A, T] -> [B, A, G, Q, H].
+
+    Softmax over the concatenated scores is the exact merge: no log-sum-exp whose gradient could be lost.
+    """
+    B, A, G, K, R, H = q.shape
+    T = ck.shape[1]
+    q = q.permute(0, 3, 1, 4, 2, 5)  # [B, K, A, R, G, H]
+    far = (q.reshape(B, K, A * R * G, H) @ ck.permute(0, 2, 3, 1)).view(B, K, A, R * G, T)
+    far = far.masked_fill(~mask[:, None, :, None], -torch.inf)
+    near = q.reshape(B, K, A, R * G, H) @ bk.permute(0, 3, 1, 4, 2)  # [B, K, A, R * G, G]
+    weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(cv.dtype)
+    out = (weights[..., :T].reshape(B, K, A * R * G, T) @ cv.transpose(1, 2)).view(B, K, A, R * G, H)
+    out = out + weights[..., T:] @ bv.permute(0, 3, 1, 2, 4)
+    return out.view(B, K, A, R, G, H).permute(0, 2, 4, 1, 3, 5).reshape(B, A, G, K * R, H)
+
+
+@functools.cache
+def _flex_call(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
+    """Plain grouped attention: q [B, Q, S, H], k and v [B, K, L, H], mask [B, 1, S, L] bool -> [B, Q, S, H].
+
+    Unless causal, the heads of a group are laid beside each other as more queries, so keys are never repeated.
+    """
+    B, Q, S, H = q.shape
+    K = k.shape[1]
+    if causal:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=Q != K)
+    if mask is not None and Q != K:
+        mask = mask.expand(B, Q // K, S, -1).flatten(1, 2)[:, None]
+    out = F.scaled_dot_product_attention(q.reshape(B, K, Q // K * S, H), k, v, attn_mask=mask, scale=scale)
+    return out.view(B, Q, S, H)

@@ -1,0 +1,209 @@
+"""KV injection: a parallel drafter that reads the target's context straight into its keys and values.
+
+Letters: B rows, T positions, S new positions, A anchors, G slots, L tapped layers, D hidden, N packed positions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..checked import require
+from ..sampling import ANCHOR, Sampling, uniforms
+from .attention import Anchored, attend
+from .cache import KVCache, Ragged, as_list
+from .drafter import Batch, Drafter, DrafterConfig, Proposal
+from .layers import Block, RMSNorm, Rotary
+from .spec import BlockSpec
+from .vocab import Vocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(DrafterConfig):
+    """What DFlash and DSpark share."""
+
+    num_draft_layers: int = 5
+    mask_token_id: int
+    """Fills the slots after the anchor; an embedding row that text never uses."""
+    num_anchors: int = 512
+    """Blocks drafted per training sequence."""
+    sample_from_anchor: bool = True
+    """True: the anchor's own position predicts slot 0, so a block drafts block_size tokens (the paper, DeepSpec).
+    False: the anchor is known and masks predict their own position, block_size - 1 tokens (z-lab's DFlash)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_draft_layers >= 1, f"drafter.num_draft_layers must be >= 1, got {self.num_draft_layers}")
+        require(self.num_anchors >= 1, f"drafter.num_anchors must be >= 1, got {self.num_anchors}")
+        require(self.mask_token_id >= 0, f"drafter.mask_token_id must be >= 0, got {self.mask_token_id}")
+        require(
+            self.sample_from_anchor or self.block_size >= 2,
+            "drafter.block_size must be >= 2 where sample_from_anchor is false: one place is the anchor's",
+        )
+
+    def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
+        super().check_target(num_layers=num_layers, vocab_size=vocab_size, special_ids=special_ids)
+        require(
+            self.mask_token_id < vocab_size,
+            f"drafter.mask_token_id {self.mask_token_id} is outside the target's {vocab_size} embedding rows",
+        )
+        for kind, ids in special_ids.items():
+            require(
+                self.mask_token_id not in ids,
+                f"drafter.mask_token_id {self.mask_token_id} is the target's {kind} token, which text uses; "
+                "choose an id that text never uses",
+            )
+
+
+@dataclass
+class BlockState:
+    """Context of the rows in flight: injected keys and values, how many positions, and the anchor after them."""
+
+    cache: KVCache
+    lengths: list[int]
+    anchors: Tensor
+    """[B] long."""
+    live: list[int] = field(default_factory=list)
+    """Rows that have observed something."""
+
+
+class BlockDrafter(Drafter):
+    """Everything DFlash and DSpark share. Subclasses add what turns slot states into tokens."""
+
+    config: BlockConfig
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """Backend of teacher-forced attention; auto is flex on CUDA and SDPA elsewhere."""
+
+    def __init__(self, config: BlockConfig, spec: BlockSpec, vocab: Vocab) -> None:
+        super().__init__()
+        if vocab.dim != spec.dim:
+            raise ValueError(f"the vocabulary has width {vocab.dim}, the block {spec.dim}")
+        self.config, self.spec = config, spec
+        # not a submodule: moving, casting, saving or sharding a drafter must leave the target's own tensors alone
+        object.__setattr__(self, "vocab", vocab)
+        self.fc = nn.Linear(len(config.target_layer_ids) * spec.dim, spec.dim, bias=False)
+        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.layers = nn.ModuleList([Block(spec) for _ in range(config.num_draft_layers)])
+        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.rotary = Rotary(spec)
+
+    @property
+    def num_slots(self) -> int:
+        return self.config.block_size if self.config.sample_from_anchor else self.config.block_size - 1
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def anchors(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor]:
+        """A = num_anchors positions [B, A] ascending, chosen at random, and which are real; the rest stand at 0."""
+        B, T = batch.tokens.shape
+        document, place = batch.documents, torch.arange(T, device=batch.tokens.device)
+        # as in decoding, an anchor is a token the target wrote, and so is the one after it
+        usable = batch.loss_mask & torch.cat(
+            [batch.loss_mask[:, 1:] & (document[:, 1:] == document[:, :-1]), batch.loss_mask.new_zeros(B, 1)], 1
+        )
+        order = uniforms(seeds[:, None], place, ANCHOR).masked_fill(~usable, 2.0).argsort(1)[:, : self.config.num_anchors]
+        chosen = torch.where(usable.gather(1, order), order, T).sort(1).values
+        chosen = nn.functional.pad(chosen, (0, self.config.num_anchors - chosen.shape[1]), value=T)
+        real = chosen < T
+        return chosen.where(real, torch.zeros_like(chosen)), real
+
+    def hidden(self, batch: Batch, anchors: Tensor) -> Tensor:
+        positions, documents = batch.positions, batch.documents
+        context = self.hidden_norm(self.fc(self._cast(batch.features)))
+        context_rotary = self.rotary(positions)
+        width = self.config.block_size
+        at = positions.gather(1, anchors)[..., None] + torch.arange(width, device=anchors.device)
+        x = self._cast(self.vocab.embed(self._inputs(batch.tokens.gather(1, anchors)))).flatten(1, 2)
+        rotary = self.rotary(at.flatten(1))
+        view = Anchored(anchors, documents, width, self.attention)
+        for layer in self.layers:
+            injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
+            x = layer(x, rotary, lambda q, k, v, c=injected, s=scale: view.attend(q, c, (k, v), s))
+        return self._slots(self.norm(x).unflatten(1, (anchors.shape[1], width)))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """The target's dtype -> the drafter's; autocast does it by itself."""
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
+
+    def _inputs(self, anchor_tokens: Tensor) -> Tensor:
+        """[...] -> [..., block_size]: the anchor, then masks."""
+        tokens = torch.full((*anchor_tokens.shape, self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device)
+        tokens[..., 0] = anchor_tokens
+        return tokens
+
+    def _slots(self, states: Tensor) -> Tensor:
+        """[..., block_size, D] -> [..., G, D]."""
+        return states if self.config.sample_from_anchor else states[..., 1:, :]
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def new_state(self, rows: int, max_length: int) -> BlockState:
+        device = self.fc.weight.device
+        # a proposal writes its own keys after the context, where the next observation overwrites them
+        cache = KVCache(rows, max_length + self.config.block_size)
+        return BlockState(cache, [0] * rows, torch.zeros(rows, dtype=torch.long, device=device))
+
+    def observe(self, state: BlockState, features: Tensor, next_tokens: Tensor, counts: Tensor | Sequence[int]) -> None:
+        count_list = as_list(counts)  # type: ignore[arg-type]
+        ragged = Ragged(count_list, features.device)
+        if not ragged.total:
+            return
+        start = torch.tensor(state.lengths, device=features.device)
+        positions = start[ragged.rows] + ragged.columns
+        context = self.hidden_norm(self.fc(self._cast(ragged.pack(features))))
+        rotary = self.rotary(positions)
+        where = ragged.rows * state.cache.capacity + positions
+        for i, layer in enumerate(self.layers):
+            state.cache.write(i, where, *layer.self_attn.kv(context, rotary))
+        last = torch.tensor([c - 1 for c in count_list], device=features.device)
+        newest = next_tokens.gather(1, last.clamp(min=0)[:, None])[:, 0]
+        state.anchors = torch.where(last >= 0, newest, state.anchors)
+        state.lengths = [n + c for n, c in zip(state.lengths, count_list)]
+        state.live = [b for b, n in enumerate(state.lengths) if n]
+
+    def reset_rows(self, state: BlockState, rows: Sequence[int]) -> None:
+        for row in as_list(rows):  # type: ignore[arg-type]
+            state.lengths[row] = 0
+        state.live = [b for b, n in enumerate(state.lengths) if n]
+
+    def propose(self, state: BlockState, sampling: Sampling, uniforms: Tensor) -> Proposal:
+        if len(state.live) == len(state.lengths):
+            return self._draw(self._states(state, None), state.anchors, sampling, uniforms)
+        rows = torch.tensor(state.live, device=state.anchors.device)
+        part = self._draw(self._states(state, rows), state.anchors[rows], sampling, uniforms[rows])
+        B = len(state.lengths)
+        return Proposal(*(x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in vars(part).values()))
+
+    @abstractmethod
+    def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
+        """Slot states [B, G, D], anchors [B], uniforms [B, G] -> a proposal."""
+
+    def _states(self, state: BlockState, rows: Tensor | None) -> Tensor:
+        """Slot states [B, G, D] of the block after each anchor; rows [B] names the live ones, None: all."""
+        device, width = state.anchors.device, self.config.block_size
+        live = state.live
+        ends = [state.lengths[b] for b in live]
+        longest = max(ends) + width
+        start = torch.tensor(ends, device=device)
+        positions = start[:, None] + torch.arange(width, device=device)
+        anchors = state.anchors if rows is None else state.anchors[rows]
+        x, rotary = self._cast(self.vocab.embed(self._inputs(anchors))), self.rotary(positions)
+        numbers = torch.arange(len(live), device=device) if rows is None else rows
+        where = (numbers[:, None] * state.cache.capacity + positions).flatten()
+        mask = None
+        if min(ends) != max(ends):  # a row sees its own context and block, not what lies beyond
+            mask = (torch.arange(longest, device=device) < (start + width)[:, None])[:, None, None].expand(-1, 1, width, -1)
+        for i, layer in enumerate(self.layers):
+
+            def look(q: Tensor, k: Tensor, v: Tensor, i: int = i, scale: float = layer.self_attn.scale) -> Tensor:
+                state.cache.write(i, where, k.flatten(0, 1), v.flatten(0, 1))
+                keys, values = state.cache.read(i, longest, rows)
+                return attend(q.transpose(1, 2), keys, values, mask, scale).transpose(1, 2)
+
+            x = layer(x, rotary, look)
+        return self._slots(self.norm(x))

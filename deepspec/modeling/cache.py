@@ -1,0 +1,69 @@
+"""Keys and values of many sequences in one preallocated tensor a layer. Rewinding a row is somebody else's integer.
+
+Letters: B rows, C capacity, N packed tokens, K kv heads, H head dim.
+"""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Per layer, keys and values [B, C, K, H], made at the layer's first write (layers may differ in K and H)."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [N, K, H] at flat places where [N] = row * capacity + position."""
+        if layer not in self._layers:
+            # zeros, not empty: a masked place still enters a product with weight 0, which NaN would survive
+            self._layers[layer] = tuple(x.new_zeros(self.rows * self.capacity, *x.shape[1:]) for x in (keys, values))
+        for stored, new in zip(self._layers[layer], (keys, values)):
+            stored.index_copy_(0, where, new)
+
+    def read(self, layer: int, length: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `length` positions of `rows` (None: all, as a view), each [B, K, length, H]."""
+        found = []
+        for stored in self._layers[layer]:
+            grid = stored.view(self.rows, self.capacity, *stored.shape[1:])[:, :length]
+            found.append((grid if rows is None else grid[rows]).transpose(1, 2))
+        return found[0], found[1]
+
+
+def as_list(counts: Tensor | list[int] | tuple[int, ...]) -> list[int]:
+    """Per-row integers as Python ones; a tensor on an accelerator costs one synchronisation."""
+    return counts.tolist() if isinstance(counts, Tensor) else [int(c) for c in counts]
+
+
+class Ragged:
+    """Which of a padded grid's places [B, S] are real, when row b has counts[b] <= S tokens: packing without padding.
+
+    A pass costs what its real tokens cost: rows with count 0 take no part, and nothing is computed for padding outside
+    attention itself.
+    """
+
+    def __init__(self, counts: list[int], device: torch.device) -> None:
+        self.counts = counts
+        self.live = [b for b, count in enumerate(counts) if count]
+        self.width = max(counts, default=0)
+        self.total = sum(counts)
+        self.full = all(count == self.width for count in counts)
+        self.device = device
+        self.rows = torch.tensor([b for b in self.live for _ in range(counts[b])], device=device)
+        self.columns = torch.tensor([s for b in self.live for s in range(counts[b])], device=device)
+
+    def pack(self, grid: Tensor) -> Tensor:
+        """[B, S', ...] -> [N, ...]."""
+        if self.full and grid.shape[1] == self.width:
+            return grid.flatten(0, 1)
+        return grid[self.rows, self.columns]
+
+    def unpack(self, packed: Tensor, width: int | None = None) -> Tensor:
+        """[N, ...] -> [B, width, ...], zeros where there is nothing."""
+        width = self.width if width is None else width
+        if self.full and width == self.width:
+            return packed.view(len(self.counts), width, *packed.shape[1:])
+        grid = packed.new_zeros(len(self.counts), width, *packed.shape[1:])
+        grid[self.rows, self.columns] = packed
+        return grid

@@ -1,0 +1,88 @@
+"""DSpark: DFlash's parallel backbone, a sequential head that ties the slots together, and a confidence head."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..checked import require
+from ..sampling import Sampling, draw
+from .block import BlockConfig, BlockDrafter
+from .drafter import Proposal, certain
+from .heads import ConfidenceHead, MarkovHead, RNNHead, SequentialHead
+from .spec import BlockSpec
+from .vocab import Vocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(BlockConfig):
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: int = 256
+    """R; 0 is no sequential head."""
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
+    """The confidence head also reads the embedding of the token before (where markov_rank > 0)."""
+    confidence_stop_gradient: bool = False
+    """The confidence loss trains its own head only, not the backbone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.markov_rank >= 0, f"drafter.markov_rank must be >= 0, got {self.markov_rank}")
+
+    @property
+    def confidence_reads_markov(self) -> bool:
+        return self.confidence_with_markov and self.markov_rank > 0
+
+    def build(self, spec: BlockSpec, vocab: Vocab) -> "DSpark":
+        return DSpark(self, spec, vocab)
+
+
+class DSpark(BlockDrafter):
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, spec: BlockSpec, vocab: Vocab) -> None:
+        super().__init__(config, spec, vocab)
+        self.markov_head: SequentialHead | None = None
+        if config.markov_rank:
+            size = (spec.dim, vocab.size, config.markov_rank)
+            rnn, gated = config.markov_head_type == "rnn", config.markov_head_type == "gated"
+            self.markov_head = RNNHead(*size) if rnn else MarkovHead(*size, gated=gated)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(spec.dim + config.markov_rank * config.confidence_reads_markov)
+
+    @property
+    def rows_out(self) -> Tensor | None:
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
+
+    def rows(self, hidden: Tensor, prev: Tensor) -> Tensor:
+        if self.markov_head is None:
+            return hidden.new_zeros(*hidden.shape[:-1], 0)
+        return self.markov_head.rows(hidden, prev)
+
+    def confidence(self, hidden: Tensor, prev: Tensor) -> Tensor:
+        if self.confidence_head is None:
+            return certain(prev)
+        x = hidden.detach() if self.config.confidence_stop_gradient else hidden
+        if self.markov_head is not None and self.config.confidence_reads_markov:
+            before = self.markov_head.markov_w1(prev)
+            x = torch.cat([x, before.detach() if self.config.confidence_stop_gradient else before], -1)
+        return self.confidence_head(x)
+
+    def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
+        base = self.vocab.logits(hidden)
+        head = self.markov_head
+        if head is None:
+            probs = sampling.probs(base)
+            tokens = draw(probs, uniforms)
+        else:
+            state, prev, drawn, laws = head.start(hidden), anchors, [], []
+            for g in range(base.shape[1]):
+                state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
+                laws.append(sampling.probs(base[:, g] + head.markov_w2(row)))
+                prev = draw(laws[-1], uniforms[:, g])
+                drawn.append(prev)
+            tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
+        before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
+        return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())

@@ -1,0 +1,115 @@
+"""The few layers a drafter is made of. Module names are Hugging Face's, so checkpoints carry the usual keys.
+
+Letters: D hidden, Q heads, K kv heads, H head dim; leading dimensions are free.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .spec import BlockSpec
+
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32 whatever the input's dtype."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
+        self.up_proj = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
+        self.down_proj = nn.Linear(spec.mlp_dim, spec.dim, bias=False)
+        self.act = ACTIVATIONS[spec.act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of rotary positions."""
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.factor = spec.rope_factor
+        self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Move with the module but stay float32: `.to(bfloat16)` would ruin the frequencies."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] -> cos, sin, each [..., 1, H] float32 (the 1 is for heads)."""
+        angles = positions[..., None, None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of x [..., heads, H] by `rotary` = cos, sin [..., 1, H]."""
+    cos, sin = (r.to(x.dtype) for r in rotary)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose keys and values are computed apart from its queries.
+
+    That split is all KV injection needs: project the target's context with `kv`, the block's own positions with `kv`,
+    and attend over both. q_norm and k_norm belong to block drafters on every family: it is what servers load.
+    """
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.head_dim, self.scale = spec.head_dim, spec.attn_scale
+        self.q_proj = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> keys and values, each [..., K, H]."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), rotary), self._heads(self.v_proj(x))
+
+    def q(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """x [..., D] -> queries [..., Q, H]."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block; `attend(q, k, v)` decides what its queries see."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = GatedMLP(spec)
+        self.input_layernorm = RMSNorm(spec.dim, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.dim, spec.norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend) -> Tensor:  # type: ignore[no-untyped-def]
+        """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]."""
+        h = self.input_layernorm(x)
+        seen = attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary))
+        x = x + self.self_attn.o_proj(seen.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,174 @@
+"""Finding and reading target models: configs, weights, tokenizers; local directories, hub ids, GGUF files.
+
+Errors say which name failed and what would be right. Reading a vocabulary alone touches two tensors, not the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checked import InputError
+from .families import Family, read_family
+from .vocab import Vocab
+
+TINY = "deepspec/tiny"
+
+
+def resolve(name: str) -> tuple[str, dict[str, str]]:
+    """A target's name -> what transformers loads it by: (directory or hub id, extra arguments)."""
+    if name == TINY:
+        from ..tiny import ensure
+
+        return str(ensure()), {}
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"no GGUF file {name!r}")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"target {name!r} is a directory without config.json; a Hugging Face model directory has one")
+        return str(path), {}
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(f"no target directory {name!r}")
+    return name, {}
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """The Hugging Face config of a target; no weights are read."""
+    from transformers import AutoConfig
+
+    where, extra = resolve(name)
+    with _explained(name):
+        return AutoConfig.from_pretrained(where, revision=revision or "main", **extra)
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> Any:
+    """The target's weights on one device."""
+    from transformers import AutoModelForCausalLM
+
+    where, extra = resolve(name)
+    kind = dtype_of(dtype)
+    with _explained(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **extra
+        )
+    return model.to(pick_device(device))
+
+
+def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
+    """The target's tokenizer, or None where a directory has none (token rows need none)."""
+    from transformers import AutoTokenizer
+
+    where, extra = resolve(name)
+    if not extra and Path(where).is_dir() and not any((Path(where) / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        return None
+    with _explained(name):
+        return AutoTokenizer.from_pretrained(where, revision=revision or "main", **extra)
+
+
+def load_vocab(name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> tuple[Family, Vocab]:
+    """A target's family and vocabulary from two tensors of its safetensors files: enough to train a drafter on features
+    that come from elsewhere. `dtype` auto is the checkpoint's own."""
+    where, extra = resolve(name)
+    if extra:
+        raise InputError(f"{name!r}: a vocabulary alone is read from safetensors; convert the GGUF file to a directory first")
+    config = load_config(name, revision)
+    text = config.get_text_config()
+    family = read_family(config)
+    found = _read_tensors(where, revision, ("embed_tokens.weight", "lm_head.weight"))
+    if found["embed_tokens.weight"] is None:
+        raise InputError(f"target {name!r} has no tensor named embed_tokens.weight")
+    embedding = found["embed_tokens.weight"]
+    head = found["lm_head.weight"]
+    if head is None:
+        if not text.tie_word_embeddings:
+            raise InputError(f"target {name!r} has no tensor named lm_head.weight and its embeddings are not tied")
+        head = embedding
+    kind, where_to = dtype_of(dtype), pick_device(device)
+    embedding_, head_ = (x.to(device=where_to, dtype=None if kind == "auto" else kind) for x in (embedding, head))
+    tied = head is embedding
+    return family, Vocab(
+        embedding_, embedding_ if tied else head_, softcap=family.softcap, embed_scale=family.embed_scale
+    )
+
+
+def _read_tensors(where: str, revision: str | None, endings: tuple[str, ...]) -> dict[str, Any]:
+    """Of a local directory or hub id, the one tensor whose name ends like each of `endings`, None where there is none."""
+    from safetensors import safe_open
+
+    def file(name: str) -> Path | None:
+        if Path(where).is_dir():
+            return Path(where) / name if (Path(where) / name).is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(where, name, revision=revision))
+        except EntryNotFoundError:
+            return None
+
+    index = file("model.safetensors.index.json")
+    if index is not None:
+        places = json.loads(index.read_text())["weight_map"]
+    else:
+        single = file("model.safetensors")
+        if single is None:
+            raise InputError(f"target {where!r} has no safetensors weights")
+        with safe_open(single, "pt") as f:
+            places = {key: "model.safetensors" for key in f.keys()}  # noqa: SIM118
+    result: dict[str, Any] = {}
+    for ending in endings:
+        keys = [k for k in places if k == ending or k.endswith("." + ending)]
+        result[ending] = None
+        if keys:
+            path = file(places[min(keys, key=len)])
+            assert path is not None
+            with safe_open(path, "pt") as f:
+                result[ending] = f.get_tensor(min(keys, key=len))
+    return result
+
+
+def pick_device(device: str) -> torch.device:
+    """'auto' is CUDA where there is one. InputError for a device this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def dtype_of(dtype: str | torch.dtype) -> Any:
+    """'auto', a dtype, or its name or usual short name -> 'auto' or the dtype."""
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, short.get(dtype, dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InputError(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16")
+    return found
+
+
+class _explained:
+    """Turns transformers' long tracebacks about a missing or broken model into one line."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from safetensors import SafetensorError
+
+        if isinstance(error, OSError | SafetensorError) or (
+            isinstance(error, ValueError | ImportError) and not isinstance(error, InputError)
+        ):
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise InputError(f"target {self.name!r} cannot be loaded: {first}") from error

@@ -1,0 +1,270 @@
+"""The frozen target model: its features, its logits, and a rewindable cache of many sequences at once.
+
+This module and `families/` are the only ones that touch `transformers` modelling internals. The model runs through one
+attention function of ours, registered beside transformers' own: it writes keys and values to our cache and lets each
+row see its own past, so a pass packs rows of any lengths into one sequence without padding, and no cache object of
+transformers is involved (their names and calls change between releases).
+
+Letters: B rows, S new positions, N packed positions, T positions, L tapped layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checked import InputError
+from .attention import attend
+from .cache import KVCache, Ragged, as_list
+from .families import Family, read_family
+from .vocab import Vocab
+
+ATTENTION = "deepspec"
+PREFILL_CHUNK = 4096
+"""Packed tokens of one pass of a long prefill."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the target thinks of new tokens."""
+
+    logits: Tensor
+    """[B, S, V] (or [B, 1, V] at each row's last new token, with last_only)."""
+    features: Tensor
+    """[B, S, L * D] outputs of the tapped layers, ascending; [B, S, 0] where none is tapped."""
+    hidden: Tensor
+    """[B, S, D] after the final norm."""
+
+
+class Target:
+    """A Hugging Face causal language model."""
+
+    def __init__(self, model: Any, *, name: str = "", revision: str | None = None, tokenizer: Any = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name, self.revision, self.tokenizer = name, revision, tokenizer
+        self.config = model.config.get_text_config()
+        family: Family = read_family(model.config)
+        self.spec = family.block
+        self.vocab = Vocab(
+            model.get_input_embeddings().weight,
+            model.get_output_embeddings().weight,
+            softcap=family.softcap,
+            embed_scale=family.embed_scale,
+        )
+        self._decoder = model.get_decoder()
+        self.num_layers = len(self._decoder.layers)
+        _register_attention()
+        model.set_attn_implementation(ATTENTION)
+        eos = [model.generation_config.eos_token_id] if model.generation_config is not None else []
+        eos += [self.config.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+        self.stop_ids: tuple[int, ...] = tuple(sorted({i for e in eos for i in (e if isinstance(e, list) else [e]) if i is not None}))
+        """Ids that end an answer, from the generation config, the model config and the tokenizer."""
+
+    @classmethod
+    def load(cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> Target:
+        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one."""
+        from .loading import load_model, load_tokenizer
+
+        model = load_model(name, device=device, dtype=dtype, revision=revision)
+        return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision))
+
+    @property
+    def device(self) -> torch.device:
+        return self.vocab.head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vocab.head.dtype
+
+    def open(self, rows: int, max_length: int, target_layer_ids: Sequence[int] = ()) -> Session:
+        """A session of `rows` empty sequences of up to `max_length` tokens each."""
+        self._check_layers(target_layer_ids)
+        return Session(self, rows, max_length, tuple(target_layer_ids))
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, counts: Tensor | Sequence[int], target_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Features [B, T, L * D] and hidden [B, T, D] of whole sequences tokens [B, T], row b of counts[b] tokens; zeros
+        after a row's end. Nothing is computed for padding, and no logits are formed."""
+        self._check_layers(target_layer_ids)
+        ragged = Ragged(as_list(counts), tokens.device)  # type: ignore[arg-type]
+        view = _Pass(ragged, [0] * len(ragged.counts), None)
+        features, hidden = self._run(view, ragged.pack(tokens), tuple(target_layer_ids))
+        return ragged.unpack(features, tokens.shape[1]), ragged.unpack(hidden, tokens.shape[1])
+
+    def _check_layers(self, ids: Sequence[int]) -> None:
+        if list(ids) != sorted(set(ids)) or any(not 0 <= i < self.num_layers for i in ids):
+            raise InputError(
+                f"target_layer_ids {tuple(ids)} must be strictly increasing and within 0 to {self.num_layers - 1}"
+            )
+
+    def _run(self, view: _Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Packed tokens [N] -> features [N, L * D], hidden [N, D], in a layout of their own (no view of a live buffer)."""
+        with self._taps(layer_ids) as seen:
+            self._decoder(
+                input_ids=tokens[None],
+                position_ids=view.positions[None],
+                attention_mask=view.ignored,
+                use_cache=False,
+                deepspec_pass=view,
+            )
+        hidden = seen.pop(-1)[0]
+        features = torch.cat([seen[i][0] for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
+        return features, hidden
+
+    @contextlib.contextmanager
+    def _taps(self, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Forward hooks on the tapped layers and, as -1, on the final norm; gone when the pass is over."""
+        seen: dict[int, Tensor] = {}
+
+        def keep(place: int) -> Any:
+            def hook(module: Any, args: Any, output: Any) -> None:
+                seen[place] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        modules = [(i, self._decoder.layers[i]) for i in layer_ids] + [(-1, self._decoder.norm)]
+        handles = [module.register_forward_hook(keep(place)) for place, module in modules]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Session:
+    """Sequences in flight on one target: a preallocated cache and a length per row. Rewinding sets an integer."""
+
+    def __init__(self, target: Target, rows: int, max_length: int, layer_ids: tuple[int, ...]) -> None:
+        self.target, self.rows, self.max_length, self.layer_ids = target, rows, max_length, layer_ids
+        self.lengths = [0] * rows
+        """Tokens of each row whose keys and values are in the cache."""
+        self._cache = KVCache(rows, max_length)
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, counts: Tensor | Sequence[int] | None = None, *, last_only: bool = False) -> Scored:
+        """Append counts[b] <= S tokens of each row of tokens [B, S] (None: all) and return what the target thinks.
+
+        A row with count 0 takes no part. `last_only` forms logits at each row's last new token only. A long prefill
+        runs in chunks. ValueError where a row would outgrow max_length.
+        """
+        B, S = tokens.shape
+        count_list = [S] * B if counts is None else as_list(counts)  # type: ignore[arg-type]
+        for row, (length, count) in enumerate(zip(self.lengths, count_list)):
+            if length + count > self.max_length:
+                raise ValueError(f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}")
+        ragged = Ragged(count_list, tokens.device)
+        width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
+        parts = [self._chunk(tokens[:, s : s + width], [min(max(c - s, 0), width) for c in count_list]) for s in range(0, S, width)]
+        features, hidden = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts))
+        if last_only:
+            last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
+            logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
+        elif ragged.full:
+            logits = self.target.vocab.logits(hidden)
+        else:
+            logits = ragged.unpack(self.target.vocab.logits(ragged.pack(hidden)), S)
+        return Scored(logits, features, hidden)
+
+    def _chunk(self, tokens: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        ragged, S = Ragged(counts, tokens.device), tokens.shape[1]
+        if not ragged.total:
+            D, L = self.target.vocab.dim, len(self.layer_ids)
+            empty = torch.zeros(*tokens.shape, D * (L + 1), device=tokens.device, dtype=self.target.dtype)
+            return empty[..., : L * D], empty[..., L * D :]
+        view = _Pass(ragged, self.lengths, self._cache)
+        features, hidden = self.target._run(view, ragged.pack(tokens), self.layer_ids)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        return ragged.unpack(features, S), ragged.unpack(hidden, S)
+
+    def rewind(self, lengths: Tensor | Sequence[int]) -> None:
+        """Keep the first lengths[b] tokens of each row. O(1): what lies beyond is overwritten by the next pass."""
+        new = as_list(lengths)  # type: ignore[arg-type]
+        for row, (length, old) in enumerate(zip(new, self.lengths)):
+            if not 0 <= length <= old:
+                raise ValueError(f"row {row} holds {old} tokens; it cannot be rewound to {length}")
+        self.lengths = new
+
+    def reset(self, rows: Tensor | Sequence[int]) -> None:
+        """Empty these rows. O(1)."""
+        for row in as_list(rows):  # type: ignore[arg-type]
+            self.lengths[row] = 0
+
+
+class _Pass:
+    """One packed pass: which row and place each of N tokens has, and attention over it."""
+
+    def __init__(self, ragged: Ragged, lengths: Sequence[int], cache: KVCache | None) -> None:
+        self.ragged, self.cache = ragged, cache
+        live, device = ragged.live, ragged.device
+        starts = [lengths[b] for b in live]
+        self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
+        self.fresh = not any(starts)  # nothing in the cache yet: plain causal attention among the new tokens
+        start = torch.tensor(lengths, device=device)
+        self.positions = start[ragged.rows] + ragged.columns
+        self.ignored = torch.empty(1, 1, 1, 1, device=device)
+        """A 4-D mask stops transformers from making one; our attention does not read it."""
+        everyone = len(live) == len(ragged.counts)
+        self.alone = torch.tensor(live, device=device) if not everyone else None
+        self.where = None if cache is None else ragged.rows * cache.capacity + self.positions
+        # the padded grid of attention holds live rows only
+        self.grid = ragged if everyone else Ragged([ragged.counts[b] for b in live], device)
+        self._starts = start if everyone else start[live]
+        self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        grid = self.grid
+        if self.cache is not None and self.where is not None:
+            self.cache.write(layer, self.where, k, v)
+        padded = grid.unpack(q).transpose(1, 2)
+        if self.fresh:
+            k, v = (grid.unpack(x).transpose(1, 2) for x in (k, v))
+            if window is None or grid.width <= window:
+                return grid.pack(attend(padded, k, v, None, scale, causal=True).transpose(1, 2))[None]
+        else:
+            assert self.cache is not None
+            k, v = self.cache.read(layer, self.longest, self.alone)
+        return grid.pack(attend(padded, k, v, self._mask(window), scale).transpose(1, 2))[None]
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """[B, 1, S, length] bool, the same for every layer with this window; None where all is visible."""
+        if window not in self._masks:
+            device = self.ragged.device
+            key = torch.arange(self.longest, device=device)
+            query = (self._starts[:, None] + torch.arange(self.grid.width, device=device))[..., None]
+            mask = key <= query
+            if window is not None:
+                mask = mask & (key > query - window)
+            everything = self._one_query and (window is None or self.longest <= window)
+            self._masks[window] = None if everything else mask[:, None]
+        return self._masks[window]
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any,
+    scaling: float | None = None, sliding_window: int | None = None, deepspec_pass: _Pass | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface. Without a pass of ours (a user calling the model) it is their own SDPA."""
+    if deepspec_pass is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, *args, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return deepspec_pass.attend(module.layer_idx, query, key, value, scale, sliding_window), None
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
