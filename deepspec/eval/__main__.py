@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import re
 import shlex
@@ -28,14 +29,16 @@ def parser() -> Parser:
     p = Parser(
         prog="python -m deepspec.eval",
         description="Measure drafters against the target's own decoding, on the same prompts.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = p.add_argument
+
+    def add(name: str, *, help: str, default: Any = None, **more: Any) -> None:
+        p.add_argument(name, default=default, help=help if default is None else f"{help} (default: {default})", **more)
+
     add("--drafter", nargs="+", action="extend", required=True, metavar="[NAME=]DIR", help="drafters")
     add("--target", help="directory, hub id or GGUF file; by default the one named in the drafter's config.json")
     add("--tasks", nargs="+", action="extend", required=True, metavar="A,B", help="JSONL of `turns`, or benchmarks")
     add("--out", type=Path, required=True, help="directory for results.json, results.md and the rest")
-    add("--limit", type=int, help="prompts of each task; all by default")
+    add("--limit", type=int, help="prompts of each task, spread over it; all by default")
     add("--max-new-tokens", type=int, default=256, help="tokens a prompt")
     add("--temperature", type=float, nargs="+", default=[0.0], help="one run for each")
     add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
@@ -56,7 +59,8 @@ def parser() -> Parser:
 def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
-    from . import report
+    from ..modeling.loading import load_tokenizer
+    from . import plots, report
     from .evaluator import EvalConfig, evaluate, load_models
     from .tasks import find_tasks
 
@@ -79,6 +83,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     drafters = named(args.drafter)
     target, revision = target_of(drafters, args.target)
     with output(args.out), _bar() as bar:
+        tokenizer = functools.partial(load_tokenizer, target, revision=revision)
+        tasks = [task.load(tokenizer, config.thinking, config.limit) for task in tasks]
         rows: list[dict[str, Any]] = []
         texts: list[dict[str, Any]] = []
         finished = evaluate(
@@ -92,19 +98,23 @@ def run(arguments: Sequence[str] | None = None) -> None:
         for new_rows, new_texts in finished:
             rows += new_rows
             texts += new_texts
-            write(args.out, rows, texts)
+            pictures = write(args.out, rows, texts)
             bar.print(report.text(new_rows))
+    if not pictures:
+        print(plots.MISSING, file=sys.stderr)
     print(report.LEGEND)
     print(f"written: {args.out}")
 
 
 def named(drafters: Sequence[str]) -> dict[str, str]:
-    """[NAME=]DIR -> {name: dir}. A name that is not given is the end of the path, as much of it as tells them apart."""
+    """[NAME=]DIR -> {name: dir}. A name that is not given is the end of the path, as much as tells them apart; of
+    RUN/drafter the last part says nothing and is left out."""
     from ..checked import InputError
 
     pairs = [_split(text) for text in drafters]
     names = [n for n, _ in pairs if n is not None]
-    ends = [Path(path).absolute().parts for n, path in pairs if n is None]
+    whole = [Path(path).absolute() for n, path in pairs if n is None]
+    ends = [(p.parent if p.name == "drafter" else p).parts for p in whole]
     for length in range(1, max(map(len, ends), default=0) + 1):
         short = ["/".join(e[-length:]) for e in ends]
         if len({*names, *short}) == len(pairs):
@@ -130,47 +140,26 @@ def _split(text: str) -> tuple[str | None, str]:
 
 
 def target_of(drafters: dict[str, str], given: str | None) -> tuple[str, str | None]:
-    """(name or path, revision) of the target: `given`, or the one all drafters were trained for. Drafters are looked at
-    on disk only; a hub id is taken as it is."""
+    """(name or path, revision) of the target: `given`, or the one that every drafter's config.json names."""
     from ..checked import InputError
+    from ..hub.native import find_drafter, read_config
 
     trained: dict[str, str | None] = {}
     for path in drafters.values():
-        section = _trained_for(path, hub=given is not None)
-        if section:
-            trained[section["name"]] = section.get("revision")
+        folder = find_drafter(path)
+        section = read_config(folder).get("deepspec")
+        target = section.get("target") if isinstance(section, dict) else None
+        if isinstance(target, dict) and isinstance(target.get("name"), str):
+            trained[target["name"]] = target.get("revision")
         elif given is None:
-            raise InputError(f"{path}/config.json does not say which target the drafter is for; pass --target")
+            raise InputError(f"{folder / 'config.json'} does not name the target the drafter is for; pass --target")
     if given is not None:
         return given, trained.get(given)
-    if len(trained) != 1:
+    if len(trained) > 1:
         raise InputError(
             f"the drafters are for different targets ({', '.join(trained)}); pass --target or run them apart"
         )
     return next(iter(trained.items()))
-
-
-def _trained_for(path: str, hub: bool) -> dict[str, Any] | None:
-    """The `deepspec.target` section of a drafter's config.json; None without one."""
-    from ..checked import InputError
-
-    file = Path(path) / "config.json"
-    if not Path(path).exists():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            if hub:
-                return None
-            raise InputError(f"no drafter directory {path!r}; if it is a hub id, pass --target too")
-        raise InputError(f"no drafter directory {path!r}")
-    if not file.is_file():
-        raise InputError(f"{path!r} is not a drafter: it has no config.json")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        section = config.get("deepspec", {}).get("target") or None
-        if section is not None and not isinstance(section["name"], str):
-            raise TypeError
-    except (ValueError, AttributeError, TypeError, KeyError, OSError) as error:
-        raise InputError(f"{file} is not a drafter's config ({type(error).__name__}: {error})") from None
-    return section
 
 
 @contextlib.contextmanager
@@ -189,17 +178,16 @@ def output(path: Path) -> Iterator[None]:
         raise
 
 
-def write(out: Path, rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> None:
-    """All files, each whole or not at all; results.json last."""
+def write(out: Path, rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> list[str]:
+    """All files, each whole or not at all, results.json last. Returns the names of the pictures."""
     from ..cache import write_text
     from . import plots, report
 
     pictures = ["acceptance.png"] if plots.acceptance_by_slot(rows, out / "acceptance.png") else []
-    if not pictures:
-        print(plots.MISSING, file=sys.stderr)
     write_text(out / "generations.jsonl", "".join(json.dumps(t) + "\n" for t in texts))
     write_text(out / "results.md", report.markdown(rows, pictures))
     write_text(out / "results.json", json.dumps(rows, indent=1, allow_nan=False) + "\n")
+    return pictures
 
 
 def _equality(text: str) -> int | None:

@@ -3,23 +3,27 @@
 Letters: N prompts, C chunks. A *run* is one contender (the baseline or a drafter) on one task at one temperature.
 """
 
+import contextlib
 import gc
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 
 from ..checked import Checked, InputError, require
 from ..config import as_dict
+from ..data.prompts import Prompt
+from ..hub import load_drafter
+from ..hub.native import provenance
+from ..modeling.drafter import Drafter
+from ..modeling.target import Target
 from ..sampling import Sampling
 from . import stats
 from .clock import Clock
+from .generate import Generation, stream
+from .schedule import Schedule, threshold, verify_all
 from .tasks import Task
 
 BASELINE = "baseline"
@@ -64,44 +68,37 @@ class EvalConfig(Checked):
         require(once, f"a temperature is given twice: {self.temperatures}")
         for temperature in self.temperatures:
             self.sampling(temperature)
-        threshold_of(self.schedule)
+        self.fresh_schedule()
 
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
-
-def threshold_of(schedule: str) -> float | None:
-    """The X of 'threshold:X', None for 'verify_all'; InputError for anything else."""
-    if schedule == "verify_all":
-        return None
-    kind, _, text = schedule.partition(":")
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if kind != "threshold" or not 0 <= value <= 1:
-        raise InputError(f"schedule {schedule!r} must be verify_all or threshold:X with X in [0, 1]")
-    return value
+    def fresh_schedule(self) -> Schedule:
+        """A schedule may remember, so every call of `stream` gets its own."""
+        kind, _, level = self.schedule.partition(":")
+        if self.schedule == "verify_all":
+            return verify_all()
+        with contextlib.suppress(ValueError):  # an InputError is one too
+            if kind == "threshold":
+                return threshold(float(level))
+        raise InputError(f"schedule {self.schedule!r} must be verify_all or threshold:X with X in [0, 1]")
 
 
 @dataclass(frozen=True)
 class Models:
     """A target and the drafters loaded against it, in one dtype."""
 
-    target: Any
-    drafters: dict[str, Any]
+    target: Target
+    drafters: dict[str, Drafter]
 
     @property
-    def contenders(self) -> dict[str, Any]:
+    def contenders(self) -> dict[str, Drafter | None]:
         """Name -> drafter, the baseline (None) first."""
         return {BASELINE: None, **self.drafters}
 
 
 def load_models(target: str, revision: str | None, drafters: dict[str, str], device: str, dtype: str) -> Models:
     """drafters: name -> directory."""
-    from ..hub import load_drafter
-    from ..modeling.target import Target
-
     loaded = Target.load(target, device=device, dtype=dtype, revision=revision)
     return Models(loaded, {name: load_drafter(path, loaded) for name, path in drafters.items()})
 
@@ -111,7 +108,7 @@ class Run:
     """What one contender did."""
 
     clock: Clock
-    generations: list[Any] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
     """[N] of the first repeat, in the order of the prompts."""
     tokens: list[int] = field(default_factory=list)
     """[C] tokens written, all repeats."""
@@ -135,9 +132,10 @@ def evaluate(
     """
     exact = config.equality != 0
     models = load("float32" if exact else dtype)
-    prompts = {task.name: _prompts(task, models, config) for task in tasks}
-    checked = {name: p[: config.equality] for name, p in prompts.items()} if exact else {}
-    timed = len(config.temperatures) * config.repeats * sum(map(len, prompts.values()))
+    for task in tasks:
+        task.check(config.max_new_tokens, models.target.vocab.size, models.target.spec.max_positions)
+    checked = {task.name: task.prompts[: config.equality] for task in tasks} if exact else {}
+    timed = len(config.temperatures) * config.repeats * sum(len(task.prompts) for task in tasks)
     tick = progress((timed + sum(map(len, checked.values()))) * len(models.contenders))
     equal = {name: compare_greedy(models, p, config, tick) for name, p in checked.items()}
     if exact and dtype != "float32":
@@ -149,8 +147,8 @@ def evaluate(
         rows: list[Row] = []
         texts: list[Row] = []
         for temperature in config.temperatures:
-            runs = measure(models, prompts[task.name], config, config.sampling(temperature), tick)
-            head = {"task": task.name, "samples": len(prompts[task.name])}
+            runs = measure(models, task.prompts, config, config.sampling(temperature), tick)
+            head = {"task": task.name, "samples": len(task.prompts), "dropped": task.dropped}
             rows += [
                 {**head, **figures(runs, name, models, temperature, equal.get(task.name, {})), "settings": settings}
                 for name in models.drafters
@@ -159,22 +157,13 @@ def evaluate(
                 {"task": task.name, "id": p.id, "drafter": name, "temperature": temperature}
                 | {"tokens": list(g.tokens), "rounds": [list(r) for r in g.rounds]}
                 for name, run in runs.items()
-                for p, g in zip(prompts[task.name], run.generations)
+                for p, g in zip(task.prompts, run.generations)
             ]
         yield rows, texts
 
 
-def _prompts(task: Task, models: Models, config: EvalConfig) -> list[Any]:
-    from ..data.prompts import load_prompts
-
-    prompts = load_prompts(task.path, models.target.tokenizer, config.thinking)[: config.limit]
-    if not prompts:
-        raise InputError(f"{task.path} has no prompts")
-    return list(prompts)
-
-
 def measure(
-    models: Models, prompts: Sequence[Any], config: EvalConfig, sampling: Sampling, tick: Tick
+    models: Models, prompts: Sequence[Prompt], config: EvalConfig, sampling: Sampling, tick: Tick
 ) -> dict[str, Run]:
     """Every contender on `prompts`, timed. Warm-up comes first and is counted nowhere.
 
@@ -222,8 +211,8 @@ def rotated(names: list[str], by: int) -> list[str]:
 
 def decode(
     models: Models,
-    drafter: Any,
-    prompts: Sequence[Any],
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
     config: EvalConfig,
     sampling: Sampling,
     clock: Clock | None,
@@ -231,12 +220,8 @@ def decode(
     *,
     first: int = 0,
     budget: int | None = None,
-) -> list[Any]:
+) -> list[Generation]:
     """Generations of `prompts`, which are numbers first, first + 1, ... of their task; drafter None is the baseline."""
-    from .generate import stream
-    from .schedule import threshold, verify_all
-
-    level = threshold_of(config.schedule)
     done = {}
     for index, generation in stream(
         models.target,
@@ -244,7 +229,7 @@ def decode(
         [p.prompt_ids for p in prompts],
         max_new_tokens=budget or config.max_new_tokens,
         sampling=sampling,
-        schedule=verify_all() if level is None else threshold(level),
+        schedule=config.fresh_schedule(),
         stop_ids=models.target.stop_ids,
         seeds=[config.seed + first + i for i in range(len(prompts))],
         concurrency=config.concurrency,
@@ -255,25 +240,38 @@ def decode(
     return [done[i] for i in range(len(prompts))]
 
 
-def compare_greedy(models: Models, prompts: Sequence[Any], config: EvalConfig, tick: Tick) -> dict[str, Row]:
+def compare_greedy(models: Models, prompts: Sequence[Prompt], config: EvalConfig, tick: Tick) -> dict[str, Row]:
     """Each drafter's greedy output against the baseline's, token for token, on models in float32."""
     base = decode(models, None, prompts, config, Sampling(), None, tick)
     result = {}
     for name, drafter in models.drafters.items():
         outputs = decode(models, drafter, prompts, config, Sampling(), None, tick)
-        differ = [
-            {"id": p.id, "index": first_difference(b.tokens, g.tokens)}
-            for p, b, g in zip(prompts, base, outputs)
-            if list(b.tokens) != list(g.tokens)
-        ]
-        equal = len(prompts) - len(differ)
-        result[name] = {"equal": equal, "total": len(prompts), "dtype": "float32", "differ": differ}
+        result[name] = equality(base, outputs, "float32")
+        differ = result[name]["differ"] = []
+        for p, b, g in zip(prompts, base, outputs):
+            if b.tokens != g.tokens:
+                index = first_difference(b.tokens, g.tokens)
+                margin = top_margin(models.target, [*p.prompt_ids, *b.tokens[:index]]) if len(differ) < 8 else None
+                differ.append({"id": p.id, "index": index, "margin": margin})
     return result
+
+
+def equality(base: Sequence[Generation], outputs: Sequence[Generation], dtype: str) -> Row:
+    """How many outputs are the baseline's, token for token."""
+    equal = sum(b.tokens == g.tokens for b, g in zip(base, outputs))
+    return {"equal": equal, "total": len(outputs), "dtype": dtype}
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     """The first index at which they differ; where one is a prefix of the other, the shorter one's length."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def top_margin(target: Target, tokens: Sequence[int]) -> float:
+    """How far apart the target's two best logits after `tokens` are: near 0 a difference is a tie, else it is a bug."""
+    scored = target.open(1, len(tokens)).score(torch.tensor([list(tokens)], device=target.device), last_only=True)
+    best, second = scored.logits[0, 0].float().topk(2).values.tolist()
+    return float(best - second)
 
 
 def figures(runs: dict[str, Run], name: str, models: Models, temperature: float, equal: dict[str, Row]) -> Row:
@@ -318,6 +316,9 @@ def figures(runs: dict[str, Run], name: str, models: Models, temperature: float,
         "decomposition": tau * target / cost if tau is not None and target is not None and cost else None,
         "efficiency": speedup / tau if speedup is not None and tau else None,
         "greedy_equal": equal.get(name),
+        "timed_greedy_equal": equality(base.generations, run.generations, _dtype_name(models.target))
+        if temperature == 0
+        else None,
         "distinct_4gram": stats.distinct_ngrams(base.generations),
         "repetition_rate": stats.repetition_rate(base.generations),
     }
@@ -328,15 +329,10 @@ def environment(models: Models, config: EvalConfig) -> Row:
     target = models.target
     return {
         "target": {"name": target.name, "revision": target.revision},
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": _device_name(torch.device(target.device)),
+        "dtype": _dtype_name(target),
+        "device": _device_name(target.device),
         "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "git": git_sha(),
+        "versions": provenance(),
         **as_dict(config),
         "drafters": {
             name: {"parameters": own_parameters(d), "slots": d.num_slots, "config": as_dict(d.config)}
@@ -345,34 +341,23 @@ def environment(models: Models, config: EvalConfig) -> Row:
     }
 
 
-def own_parameters(drafter: Any) -> int:
+def own_parameters(drafter: Drafter) -> int:
     """Parameters of a drafter, without the target's embedding and head."""
     shared = {id(p) for p in drafter.vocab.parameters()}
     return sum(p.numel() for p in drafter.parameters() if id(p) not in shared)
 
 
-def git_sha() -> str | None:
-    """Commit of the checkout this package runs from, with a '+' where it has uncommitted changes; None without one."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        sha, changed = (
-            subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return sha + "+" * bool(changed)
+def _dtype_name(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
 
 
 def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
-def _now(device: torch.device | str) -> float:
+def _now(device: torch.device) -> float:
     """Wall clock after everything queued on the device is done."""
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 

@@ -100,11 +100,17 @@ def proven(row: Row) -> bool:
 
 def _notes(rows: list[Row]) -> Iterable[str]:
     drafters = {r["drafter"]: r for r in rows}
+    if rows[0]["dropped"]:
+        yield "left out: " + ", ".join(f"{count} {reason}" for reason, count in rows[0]["dropped"].items())
     checked = {name: r["greedy_equal"] for name, r in drafters.items() if r["greedy_equal"]}
     if checked:
         dtype = next(iter(checked.values()))["dtype"]
         counts = ", ".join(f"{name} {e['equal']}/{e['total']}" for name, e in checked.items())
         yield f"greedy {dtype} output equal to the baseline's: {counts}"
+    timed = {r["drafter"]: r["timed_greedy_equal"] for r in rows if r["timed_greedy_equal"]}
+    if timed and (dtype := next(iter(timed.values()))["dtype"]) != "float32":
+        counts = ", ".join(f"{name} {e['equal']}/{e['total']}" for name, e in timed.items())
+        yield f"in the timed {dtype}, where rounding may break a tie either way: {counts}"
     for name, e in checked.items():
         for d in e["differ"][:3]:
             margin = (
@@ -118,8 +124,8 @@ def _notes(rows: list[Row]) -> Iterable[str]:
         for other, d in row["tau_differences"].items():
             if d is None or list(drafters).index(other) > list(drafters).index(row["drafter"]):
                 continue  # each pair once
-            pair = f"tau of {row['drafter']} - tau of {other}"
-            yield f"T={row['temperature']:g}: {pair} = {d['difference']:+.2f}{_verdict(d)}"
+            name = row["drafter"]
+            yield f"T={row['temperature']:g}: tau of {name} - tau of {other} = {_difference(name, other, d)}"
     for temperature in dict.fromkeys(r["temperature"] for r in rows):
         row = next(r for r in rows if r["temperature"] == temperature)
         if row["distinct_4gram"] is not None:
@@ -129,12 +135,14 @@ def _notes(rows: list[Row]) -> Iterable[str]:
             )
 
 
-def _verdict(d: Row) -> str:
+def _difference(ours: str, theirs: str, d: Row) -> str:
     if d["interval"] is None:
-        return " (too few prompts for an interval)"
+        return f"{d['difference']:+.2f} (too few prompts for an interval)"
     low, high = d["interval"]
-    clear = "beyond" if low > 0 or high < 0 else "within"
-    return f" [{low:+.2f}, {high:+.2f}], {clear} the 95 % interval (paired over prompts)"
+    verdict = "no difference"
+    if low > 0 or high < 0:
+        verdict = f"{ours} is {'above' if low > 0 else 'below'} {theirs}"
+    return f"{d['difference']:+.2f} [{low:+.2f}, {high:+.2f}]: {verdict} beyond the 95 % interval (paired over prompts)"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -92,7 +92,12 @@ def ratio_interval(part: Column, whole: Column, seed: int = 0) -> Interval | Non
 def speedup_interval(
     tokens: Column, seconds: Column, base_tokens: Column, base_seconds: Column, seed: int = 0
 ) -> Interval | None:
-    """95 % bootstrap interval of (tokens / seconds) / (base_tokens / base_seconds) over chunks; each is [N]."""
+    """95 % bootstrap interval of (tokens / seconds) / (base_tokens / base_seconds) over chunks; each is [N].
+
+    None with fewer than four chunks, whose resamples would make it too narrow.
+    """
+    if len(tokens) < 4:
+        return None
     columns = [tokens, seconds, base_tokens, base_seconds]
     return _percentiles(_resampled(columns, seed, lambda t, s, bt, bs: (t / s) / (bt / bs)))
 

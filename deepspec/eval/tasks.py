@@ -3,13 +3,17 @@
 `datasets` is only asked for the benchmarks in `HUB`; the others of the paper's nine have to come as a file for now.
 """
 
+import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cache import cache_dir, write_text
 from ..checked import InputError
+from ..data.chat import Thinking
+from ..data.prompts import Prompt, TokenizerSource, load_prompts, read_records, take
 
 BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2")
 
@@ -34,10 +38,31 @@ HUB = {
 
 @dataclass(frozen=True)
 class Task:
-    """A name for the tables and the file that holds the prompts."""
+    """A name for the tables, the file that holds the prompts, and the prompts once they are loaded."""
 
     name: str
     path: Path
+    prompts: list[Prompt] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Records that gave no prompt, counted by reason."""
+
+    def load(self, tokenizer: TokenizerSource, thinking: Thinking = "auto", limit: int | None = None) -> "Task":
+        """The same task with its prompts, at most `limit` of them, spread over the file."""
+        dropped: Counter[str] = Counter()
+        prompts = load_prompts(self.path, tokenizer, thinking, dropped=dropped)
+        prompts = prompts if limit is None else take(prompts, limit)
+        return dataclasses.replace(self, prompts=prompts, dropped=dict(dropped))
+
+    def check(self, new_tokens: int, vocabulary: int, limit: int) -> None:
+        """InputError for a prompt that a target of this vocabulary and this many positions cannot answer."""
+        for p in self.prompts:
+            if not 0 <= min(p.prompt_ids) <= max(p.prompt_ids) < vocabulary:
+                raise InputError(f"{self.path}: prompt {p.id} holds a token id outside 0 to {vocabulary - 1}")
+            if len(p.prompt_ids) + new_tokens > limit:
+                raise InputError(
+                    f"{self.path}: prompt {p.id} has {len(p.prompt_ids)} tokens; with {new_tokens} new ones it passes "
+                    f"the target's {limit} positions; pass a smaller --max-new-tokens or leave it out"
+                )
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:
@@ -57,20 +82,8 @@ def _file(name: str) -> Path:
         raise InputError(f"task {name!r} is not built in yet; pass a JSONL file with a `turns` list a line")
     if not path.is_file():
         raise InputError(f"task {name!r} is neither a file nor one of {', '.join(HUB)}; pass a JSONL file of `turns`")
-    rows = 0
-    with path.open("rb") as file:  # read once here, so that a broken line is found before a model is loaded
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: expected an object with `turns`, got {type(row).__name__}")
-            rows += 1
-    if not rows:
-        raise InputError(f"{path} has no lines; a task needs at least one prompt")
+    for _ in read_records(path):  # a broken line is found before a model is loaded
+        pass
     return path
 
 
