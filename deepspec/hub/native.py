@@ -35,14 +35,19 @@ PREFIXES = ("_orig_mod.", "module.", "model.")
 
 def save_drafter(drafter: Drafter, path: Path, provenance: dict[str, Any]) -> None:
     """Write a drafter directory, all of it or nothing."""
+    with whole_dir(path) as temporary:
+        write_drafter(drafter, temporary, provenance)
+
+
+def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
+    """Write config.json and model.safetensors into an existing folder."""
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
     config = to_json(drafter.config, drafter.spec, drafter.vocab.size, dtype=next(iter(tensors.values())).dtype)
     config["deepspec"] |= provenance
-    with whole_dir(path) as temporary:
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: torch.dtype) -> dict[str, Any]:

@@ -148,6 +148,7 @@ class BlockDrafter(Drafter):
         cache = KVCache(rows, max_length + self.config.block_size)
         return BlockState(cache, [0] * rows, torch.zeros(rows, dtype=torch.long, device=device))
 
+    @torch.no_grad()
     def observe(self, state: BlockState, features: Tensor, next_tokens: Tensor, counts: Tensor | Sequence[int]) -> None:
         count_list = as_list(counts)  # type: ignore[arg-type]
         ragged = Ragged(count_list, features.device)
@@ -171,6 +172,7 @@ class BlockDrafter(Drafter):
             state.lengths[row] = 0
         state.live = [b for b, n in enumerate(state.lengths) if n]
 
+    @torch.no_grad()
     def propose(self, state: BlockState, sampling: Sampling, uniforms: Tensor) -> Proposal:
         if len(state.live) == len(state.lengths):
             return self._draw(self._states(state, None), state.anchors, sampling, uniforms)

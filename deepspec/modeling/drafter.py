@@ -123,6 +123,11 @@ class Drafter(nn.Module, ABC):
     def num_slots(self) -> int:
         """G: draft tokens a round."""
 
+    @property
+    def has_confidence(self) -> bool:
+        """Whether `confidence` is a trained opinion and not `certain`."""
+        return False
+
     # -- training ------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -56,6 +56,10 @@ class DSpark(BlockDrafter):
     def rows_out(self) -> Tensor | None:
         return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence_head is not None
+
     def rows(self, hidden: Tensor, prev: Tensor) -> Tensor:
         if self.markov_head is None:
             return hidden.new_zeros(*hidden.shape[:-1], 0)

@@ -5,6 +5,7 @@ Errors say which name failed and what would be right. Reading a vocabulary alone
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
         return None
     with _explained(name):
         return AutoTokenizer.from_pretrained(where, revision=revision or "main", **extra)
+
+
+def load_stop_ids(name: str, config: Any, tokenizer: Any, revision: str | None = None) -> tuple[int, ...]:
+    """The ids that end an answer, from generation config, model config and tokenizer; no weights are read."""
+    from transformers import GenerationConfig
+
+    where, extra = resolve(name)
+    generation = None
+    if not extra:
+        with contextlib.suppress(OSError):
+            generation = GenerationConfig.from_pretrained(where, revision=revision or "main")
+    return stop_ids(generation, config.get_text_config(), tokenizer)
+
+
+def stop_ids(*sources: Any) -> tuple[int, ...]:
+    """All eos ids that configs and tokenizers name; each may hold none, one or a list."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
 
 
 def load_vocab(name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> tuple[Family, Vocab]:

@@ -22,6 +22,7 @@ from ..checked import InputError
 from .attention import attend
 from .cache import KVCache, Ragged, as_list
 from .families import Family, read_family
+from .loading import load_model, load_tokenizer, stop_ids
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -60,16 +61,12 @@ class Target:
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
-        eos = [model.generation_config.eos_token_id] if model.generation_config is not None else []
-        eos += [self.config.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
-        self.stop_ids: tuple[int, ...] = tuple(sorted({i for e in eos for i in (e if isinstance(e, list) else [e]) if i is not None}))
+        self.stop_ids: tuple[int, ...] = stop_ids(model.generation_config, self.config, tokenizer)
         """Ids that end an answer, from the generation config, the model config and the tokenizer."""
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> Target:
         """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one."""
-        from .loading import load_model, load_tokenizer
-
         model = load_model(name, device=device, dtype=dtype, revision=revision)
         return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision))
 

@@ -1,0 +1,54 @@
+"""python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...]"""
+
+import argparse
+import signal
+import sys
+from typing import Any
+
+from .. import cli
+
+
+def command() -> int:
+    parser = argparse.ArgumentParser(prog="python -m deepspec.train", description="Train a drafter for a target model.")
+    parser.add_argument("--config", required=True, metavar="FILE.py", help="a Python file that defines `config`")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. train.lr=1e-4")
+    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`")
+    args = parser.parse_args()
+
+    from ..config import load_config
+
+    config = load_config(args.config, *args.set)
+
+    from tqdm import tqdm
+
+    from .loop import fit
+
+    print(f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}", flush=True)
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, frame: stop.append(n))
+    run = fit(config, resume=args.resume)
+    bar: Any = None
+    for report in run:
+        if bar is None:
+            bar = tqdm(total=report.total_steps, initial=report.step - 1, unit="step", smoothing=0.1, file=sys.stdout)
+        bar.update()
+        if report.step % config.train.log_every == 0 or report.step == report.total_steps:
+            m = report.metrics
+            bar.set_postfix_str(
+                f"loss {m.get('loss', float('nan')):.3f}, accept@0 {m.get('accept@0', float('nan')):.2f}, "
+                f"tau {m.get('tau', float('nan')):.2f}, {report.tokens / report.seconds:.0f} tok/s"
+            )
+        if stop and report.step < report.total_steps:
+            run.close()  # type: ignore[attr-defined]  # saves at the step that just ended
+            bar.close()
+            print(f"stopped at step {report.step}; checkpoint saved, the same command goes on from it")
+            return 0
+    if bar is not None:
+        bar.close()
+    print(f"drafter: {config.out / 'drafter'}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(command)
