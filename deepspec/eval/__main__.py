@@ -82,7 +82,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     tasks = find_tasks([name for group in args.tasks for name in group.split(",") if name])
     drafters = named(args.drafter)
     target, revision = target_of(drafters, args.target)
-    with output(args.out), _bar() as bar:
+    with output(args.out), Bar() as bar:
         tokenizer = functools.partial(load_tokenizer, target, revision=revision)
         tasks = [task.load(tokenizer, config.thinking, config.limit) for task in tasks]
         rows: list[dict[str, Any]] = []
@@ -200,10 +200,10 @@ def _equality(text: str) -> int | None:
     return int(text)
 
 
-class _bar:
+class Bar:
     """A progress bar on stderr that appears when the work is known; called with the total it gives what counts one."""
 
-    def __enter__(self) -> "_bar":
+    def __enter__(self) -> "Bar":
         self._bar: Any = None
         return self
 
