@@ -158,10 +158,10 @@ class _Run:
     def _batch(self, part: list[tuple[int, Any]], first: int) -> tuple[Batch, Tensor, int]:
         """A micro-batch with live features, its anchor seeds, and how many tokens it has. `first` counts rows served."""
         device = self.target.device
-        tokens, loss_mask, lengths, _ = collate([row for _, row in part])
+        tokens, loss_mask, lengths, index = collate(part)
         tokens, loss_mask = tokens.to(device), loss_mask.to(device)
         features, hidden = self.target.features(tokens, lengths, self.config.drafter.target_layer_ids)
-        index = torch.tensor([i for i, _ in part], device=device)
+        index = index.to(device)
         epoch = torch.tensor([(first + j) // len(self.rows) for j in range(len(part))], device=device)
         seeds = (epoch << 40) + (index << 8) + (self.config.seed & 0xFF)
         return Batch(tokens, loss_mask, features, hidden, sample=index), seeds, sum(lengths)
