@@ -58,7 +58,11 @@ def main() -> None:
     target = deepspec.Target.load(args.target, dtype=args.dtype)
     from deepspec.modeling.loading import dtype_of, resolve
 
-    reference = AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype)).to(target.device).eval()
+    reference = (
+        AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype))
+        .to(target.device)
+        .eval()
+    )
     reference.generation_config.eos_token_id = None
     loaded = load_prompts(Path(args.prompts), target.tokenizer)
     width = min(32, *(len(p.prompt_ids) for p in loaded[: args.requests]))
@@ -79,7 +83,9 @@ def main() -> None:
           f"{len(prompts)} prompts of {width} tokens, {args.new} new")  # fmt: skip
     figures: dict[str, Any] = {}
     for batch in args.batch:
-        runs = {"generate": theirs(batch), "baseline": ours(None, batch)} | {n: ours(d, batch) for n, d in drafters.items()}
+        runs = {"generate": theirs(batch), "baseline": ours(None, batch)} | {
+            n: ours(d, batch) for n, d in drafters.items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         outputs = {}
         for repeat in range(args.repeats + 1):
