@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspec import tiny
 from deepspec.checked import InputError
+from deepspec.config import load_config
 
 RECIPE = tiny.Recipe(
     vocab_size=384,
@@ -221,3 +222,17 @@ def test_distinct_rate() -> None:
     assert tiny.distinct_rate([[1] * 7]) == 0.25
     assert tiny.distinct_rate([[1] * 7, [1, 2, 3, 4], [1, 2]]) == 0.625
     assert tiny.distinct_rate([]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2_135m"])
+def test_recipes_differ_in_the_drafter_only(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from any directory, the DFlash and DSpark recipes share target, data, steps and seed."""
+    monkeypatch.chdir(tmp_path)
+    root = Path(__file__).resolve().parents[1] / "config"
+    dflash, dspark = (load_config(root / kind / f"{name}.py") for kind in ("dflash", "dspark"))
+    assert dataclasses.replace(dflash, drafter=dspark.drafter, loss=dspark.loss, out=dspark.out) == dspark
+    assert dflash.out != dspark.out and type(dflash.drafter) is not type(dspark.drafter)
+    for field in dataclasses.fields(dflash.drafter):
+        assert getattr(dflash.drafter, field.name) == getattr(dspark.drafter, field.name)
+    if name == "tiny":
+        assert dspark.drafter.mask_token_id == tiny.MASK_ID and dspark.drafter.target_layer_ids[-1] < tiny.RECIPE.layers
