@@ -51,7 +51,7 @@ class Sampling(Checked):
             logits = logits.masked_fill(logits < least, -torch.inf)  # ties with the k-th stay, on both sides alike
         probs = logits.softmax(-1)
         if self.top_p < 1:
-            ordered, order = probs.sort(-1, descending=True, stable=True)
+            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
             before = ordered.double().cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
             keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, before < self.top_p)
             probs = probs * keep
