@@ -1,7 +1,7 @@
 """deepspec: train and evaluate drafters for lossless speculative decoding.
 
-The names below are the public contract; README.md shows them in use. Importing this package touches neither CUDA nor the
-network, and transformers is imported when a target is first loaded.
+The names below are the public contract; README.md shows them in use. Importing this package touches neither CUDA nor
+the network, and transformers is imported when a target is first loaded.
 """
 
 import importlib
@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ConfigError": "checked", "InputError": "checked",
-    "Config": "config", "DataConfig": "config", "LossConfig": "config", "TrainConfig": "config", "load_config": "config",
+    "Config": "config", "DataConfig": "config", "LossConfig": "config", "TrainConfig": "config",
+    "load_config": "config",
     "Sampling": "sampling",
     "Target": "modeling.target",
     "Batch": "modeling.drafter", "Drafter": "modeling.drafter", "Proposal": "modeling.drafter",

@@ -1,4 +1,4 @@
-"""Where things that can be made again are kept, and how a file or folder is written so that no half of it is ever seen."""
+"""Where things that can be made again are kept, and how a file or folder is written whole or not at all."""
 
 import contextlib
 import os

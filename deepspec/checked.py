@@ -8,7 +8,7 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: the message says what, where, and what would be right. Command lines exit with 2."""
+    """A mistake in what the user gave; the message says what, where, and what would be right. Commands exit with 2."""
 
 
 class ConfigError(InputError):

@@ -106,7 +106,10 @@ class TrainConfig(Checked):
             f"train.micro_batch ({self.micro_batch}) must divide train.batch_size ({self.batch_size})",
         )
         require(self.clip > 0, f"train.clip must be > 0, got {self.clip}")
-        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"train.betas: two in [0, 1), got {self.betas}")
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            f"train.betas: two in [0, 1), got {self.betas}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,8 @@ def _unknown_keyword(message: str) -> str:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [kind, *(s for sub in kind.__subclasses__() for s in _subclasses(sub))]
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(s for child in children for s in _subclasses(child))]
 
 
 def _hint(name: str, fields: list[str]) -> str:
@@ -189,7 +193,9 @@ def _replace(node: Any, path: list[str], text: str, key: str) -> Any:
     if rest:
         new = _replace(old, rest, text, key)
     elif dataclasses.is_dataclass(old):
-        raise ConfigError(f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=...")
+        raise ConfigError(
+            f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=..."
+        )
     else:
         new = parse(text, kind, key)
     return dataclasses.replace(node, **{name: new})

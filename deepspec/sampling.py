@@ -61,6 +61,12 @@ class Sampling(Checked):
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [..., V], uniform [...] in (0, 1) -> token ids [...], and the law they were drawn from [..., V]."""
+        probs = self.probs(logits)
+        # of a one-hot, the inverse CDF is its place, whatever the uniform
+        return (logits.argmax(-1) if self.temperature == 0 else draw(probs, uniform)), probs
+
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse CDF in float64: weights [..., V] >= 0 (of any positive sum), uniform [...] in (0, 1) -> token ids [...].

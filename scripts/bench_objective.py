@@ -54,7 +54,9 @@ def side(args: argparse.Namespace) -> None:
 
     def run(cut: slice) -> torch.Tensor:
         if args.side == "ours":
-            loss = _Divergence.apply(h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True)[0]
+            loss = _Divergence.apply(
+                h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True
+            )[0]
         else:
             loss = naive_divergence(h[cut], r[cut], w2, vocab, teacher[place[cut]], label[cut], weight[cut], config)[0]
         loss.backward()
@@ -98,13 +100,24 @@ def main() -> None:
                 out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 runs[name].append(json.loads(out.splitlines()[-1]))
                 results[name] = torch.load(path)
-    median = {n: {k: sorted(r[k] for r in rs)[len(rs) // 2] for k in ("peak_mb", "seconds", "loss")} for n, rs in runs.items()}
+    median = {
+        n: {k: sorted(r[k] for r in rs)[len(rs) // 2] for k in ("peak_mb", "seconds", "loss")} for n, rs in runs.items()
+    }
     a, b = results["naive"], results["ours"]
-    print(f"V {args.vocab}, D {args.dim}, {args.slots} slots, rank {args.rank}, float32, chunk {args.chunk}, {torch.get_num_threads()} threads")
+    print(
+        f"V {args.vocab}, D {args.dim}, {args.slots} slots, rank {args.rank}, float32, chunk {args.chunk}, "
+        f"{torch.get_num_threads()} threads"
+    )
     for name, m in median.items():
         print(f"{name:6s} peak {m['peak_mb']:8.1f} MB   {m['seconds']:6.2f} s   loss {m['loss']:.4f}")
-    print(f"memory: 1/{median['naive']['peak_mb'] / median['ours']['peak_mb']:.1f}   time: {median['ours']['seconds'] / median['naive']['seconds']:.2f}x")
-    print(f"loss differs by {abs(float(a['loss'] / b['loss']) - 1):.1e} relative", end="; gradients (largest error / largest entry):")
+    print(
+        f"memory: 1/{median['naive']['peak_mb'] / median['ours']['peak_mb']:.1f}   "
+        f"time: {median['ours']['seconds'] / median['naive']['seconds']:.2f}x"
+    )
+    print(
+        f"loss differs by {abs(float(a['loss'] / b['loss']) - 1):.1e} relative",
+        end="; gradients (largest error / largest entry):",
+    )
     for name, x, y in zip(("hidden", "rows", "head"), a["grads"], b["grads"]):
         print(f" {name} {float((x - y).abs().max() / x.abs().max()):.1e}", end="")
     print()

@@ -102,7 +102,7 @@ def test_the_manifest_holds_what_decides_the_answers(tmp_path, engine):
         "stop_ids": [2],
     }
     assert manifest["answers"] == 6 and manifest["finish"] == {"stop": 6} and manifest["dropped"] == {"bad": 2}
-    assert {"python", "torch", "transformers"} <= manifest["versions"].keys() and "git_sha" in manifest
+    assert {"python", "torch", "transformers"} <= manifest["versions"].keys() and "git_sha" in manifest["versions"]
 
 
 def test_resume_after_a_kill_at_any_byte(tmp_path, engine):

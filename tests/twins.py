@@ -12,7 +12,7 @@ from deepspec.modeling.vocab import Vocab
 def naive_divergence(
     h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, label: Tensor, weight: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """h [N, D], r [N, R], w2 [V, R], teacher [N, D] (one row a slot) -> weighted loss, accept [N]; autograd does the rest."""
+    """h [N, D], r [N, R], w2 [V, R], teacher [N, D] (one row a slot) -> weighted loss, accept [N]; plain autograd."""
     logits = vocab.logits(h).float() + (F.linear(r, w2).float() if w2.numel() else 0)
     log_q = logits.log_softmax(-1)
     p = vocab.logits(teacher).float().softmax(-1)

@@ -5,14 +5,10 @@ Beside the file stands a manifest with all that decides what is in it: answers o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +19,7 @@ from tqdm import tqdm
 
 from ..cache import writable_dir, write_text
 from ..checked import InputError, require
+from ..provenance import provenance
 from ..sampling import Sampling
 from .chat import Thinking
 from .prompts import Prompt, hash_id, parse_line, unique
@@ -71,7 +68,7 @@ def regenerate(
     }
     done, finish = _resume(out, settings)
     todo = [prompt for prompt in prompts if prompt.id not in done]
-    manifest = {"settings": settings, "answers": 0, "finish": {}, "dropped": dict(dropped), **_origin()}
+    manifest = {"settings": settings, "answers": 0, "finish": {}, "dropped": dict(dropped), "versions": provenance()}
 
     def write_manifest() -> None:
         manifest.update(answers=sum(finish.values()), finish=dict(sorted(finish.items())))
@@ -180,18 +177,3 @@ def _resume(out: Path, settings: dict[str, Any]) -> tuple[set[str], Counter[str]
             end += len(line)
     os.truncate(out, end)
     return ids, finish
-
-
-def _origin() -> dict[str, Any]:
-    """Versions, and the commit of a deepspec that runs from its checkout."""
-    versions = {"python": platform.python_version()}
-    for package in ("deepspec", "torch", "transformers"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    root = Path(__file__).resolve().parents[2]
-    sha = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
-        top, commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
-        sha = commit if Path(top) == root else None  # an installed copy may lie inside somebody else's repository
-    return {"versions": versions, "git_sha": sha}

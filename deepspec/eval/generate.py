@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ..checked import InputError
 from ..modeling.drafter import Drafter, Proposal
@@ -47,7 +46,9 @@ class Generation:
         return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
 
 
-def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Generation]:
+def generate(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], **settings: Any
+) -> list[Generation]:
     """Decode prompts (token-id lists); one Generation each, in order. `settings` are those of `stream`."""
     done = dict(stream(target, drafter, prompts, **settings))
     return [done[i] for i in range(len(prompts))]
@@ -97,7 +98,8 @@ def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tok
             raise InputError(f"prompt {i} holds a token id outside 0 to {target.vocab.size - 1}")
         if len(prompt) + max_new_tokens > limit:
             raise InputError(
-                f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it passes the target's {limit} positions"
+                f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} "
+                f"it passes the target's {limit} positions"
             )
 
 
@@ -153,7 +155,10 @@ class _Loop:
             counts = [len(r.prompt) if r is not None and row in new else 0 for row, r in enumerate(self.flight)]
             width = max(counts)
             tokens = torch.tensor(
-                [[*r.prompt, *[0] * (width - n)] if n and r is not None else [0] * width for n, r in zip(counts, self.flight)],
+                [
+                    [*r.prompt, *[0] * (width - n)] if n and r is not None else [0] * width
+                    for n, r in zip(counts, self.flight)
+                ],
                 device=self.device,
             )
             place = torch.arange(self.chance.shape[2], device=self.device)
@@ -167,7 +172,9 @@ class _Loop:
                 last = torch.tensor(counts, device=self.device).sub(1).clamp(min=0)
                 chance = self.chance[TARGET].gather(1, last[:, None])[:, 0]
                 first = draw(self.sampling.probs(scored.logits[:, 0]), chance)
-                self.anchors = torch.where(torch.tensor([n > 0 for n in counts], device=self.device), first, self.anchors)
+                self.anchors = torch.where(
+                    torch.tensor([n > 0 for n in counts], device=self.device), first, self.anchors
+                )
                 if self.drafter is not None:
                     self.drafter.reset_rows(self.state, new)
                     following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, last[:, None], first[:, None])
@@ -196,7 +203,9 @@ class _Loop:
             scored = self.session.score(tokens, counts)
             coins = torch.cat([self.chance[ACCEPT].gather(1, ahead), self.chance[TARGET].gather(1, start[:, None])], 1)
             verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
-            following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
+            following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(
+                1, verdict.accepted[:, None], verdict.next_token[:, None]
+            )
             host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
             kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
             self.session.rewind([n + k for n, k in zip(lengths, kept)])
@@ -237,4 +246,3 @@ class _Loop:
         """The empty proposal of plain decoding."""
         empty = torch.zeros(self.rows, 0, device=self.device)
         return Proposal(empty.long(), empty[..., None].expand(-1, -1, self.target.vocab.size), empty)
-

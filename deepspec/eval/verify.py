@@ -23,9 +23,9 @@ class Verdict:
 def verify(target_probs: Tensor, proposal: Proposal, lengths: Tensor, uniforms: Tensor) -> Verdict:
     """Accept a prefix of each row's first lengths[b] <= G drafted tokens, and draw the token that follows.
 
-    target_probs [B, S, V] at the anchor and after each verified token, lengths <= S - 1. uniforms [B, G + 1] in (0, 1): a
-    coin per slot, then the draw of the next token. Rejection sampling of Leviathan et al. (2211.17192): the law of what
-    is committed is exactly the target's, as long as lengths do not depend on tokens they cut.
+    target_probs [B, S, V] at the anchor and after each verified token, lengths <= S - 1. uniforms [B, G + 1] in (0, 1):
+    a coin per slot, then the draw of the next token. Rejection sampling of Leviathan et al. (2211.17192): the law of
+    what is committed is exactly the target's, as long as lengths do not depend on tokens they cut.
     """
     n = min(proposal.tokens.shape[1], target_probs.shape[1] - 1)
     if n == 0:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__
 from ..cache import whole_dir
 from ..checked import ConfigError, InputError
 from ..modeling.block import BlockConfig
@@ -92,7 +89,11 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: t
         "confidence_head_with_markov": bool(spark and spark.confidence_head and spark.confidence_reads_markov),
         "sample_from_anchor": config.sample_from_anchor,
         # never sample_from_anchor in here: vLLM's DSpark loader refuses it
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": ids, "block_size": config.block_size},
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": ids,
+            "block_size": config.block_size,
+        },
         "deepspec": {"format": 1, "drafter": config_to_json(config)},
     }  # fmt: skip
 
@@ -145,7 +146,11 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
     """The drafter's own block, from its config.json: widths and rotary may differ from the target's."""
     from transformers import AutoConfig
 
-    fields = {k: v for k, v in raw.items() if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype")}
+    fields = {
+        k: v
+        for k, v in raw.items()
+        if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype")
+    }
     if fields.get("rope_parameters"):
         fields.pop("rope_scaling", None)
         fields.pop("rope_theta", None)
@@ -190,7 +195,10 @@ def find_drafter(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
     except Exception as error:
-        raise InputError(f"drafter {name!r} is neither a directory nor a hub repository that can be read: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            f"drafter {name!r} is neither a directory nor a hub repository that can be read: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -229,7 +237,8 @@ def _strip(name: str) -> str:
 def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:
     if raw.get("hidden_size") != target.spec.dim:
         raise InputError(
-            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; {target.name!r} has {target.spec.dim}"
+            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; "
+            f"{target.name!r} has {target.spec.dim}"
         )
     if raw.get("vocab_size") != target.vocab.size:
         raise InputError(
@@ -246,13 +255,17 @@ def _check_copies(path: str, tensors: dict[str, Tensor], target: Any) -> None:
             continue
         own = getattr(target.vocab, attribute)
         if copy.shape != own.shape or not torch.equal(copy.to(own), own):
-            warnings.warn(f"drafter {path!r} carries {name} that differs from the target's; the target's is used", stacklevel=3)
+            warnings.warn(
+                f"drafter {path!r} carries {name} that differs from the target's; the target's is used", stacklevel=3
+            )
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     parts = []
     if missing := sorted(expected.keys() - found.keys()):
-        parts.append(f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""))
+        parts.append(
+            f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        )
     if extra := sorted(found.keys() - expected.keys()):
         parts.append(f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else ""))
     for name in sorted(expected.keys() & found.keys()):
@@ -260,30 +273,3 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
             parts.append(f"{name} is {list(found[name])}, should be {list(expected[name])}")
             break
     return "tensors do not fit its config: " + "; ".join(parts)
-
-
-def provenance() -> dict[str, Any]:
-    """Versions and the git commit of the working copy, for what a run writes."""
-    import transformers
-
-    return {
-        "deepspec_version": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "git_sha": git_sha(),
-    }
-
-
-def git_sha() -> str | None:
-    """The commit this package was run from, with '-dirty' where files differ; None outside a git checkout."""
-    where = Path(__file__).parent
-    try:
-        run = lambda *a: subprocess.run(["git", "-C", str(where), *a], capture_output=True, text=True, timeout=10)  # noqa: E731
-        inside = run("ls-files", "--error-unmatch", __file__)
-        if inside.returncode:
-            return None
-        sha, dirty = run("rev-parse", "HEAD").stdout.strip(), run("status", "--porcelain", "--untracked-files=no").stdout.strip()
-        return sha + ("-dirty" if dirty else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

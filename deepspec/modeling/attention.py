@@ -87,7 +87,7 @@ class Anchored:
         own = [x.view(B, A, G, K, H) for x in block]
         step = A if B * A * G * T * Q <= _SCORES_ALIVE else max(1, _SCORES_ALIVE // (B * G * T * Q))
         if step == A:
-            return _two_parts(q, *context, *own, self._context_mask).flatten(1, 2)
+            return _two_parts(q, *context, own[0], own[1], self._context_mask).flatten(1, 2)
         slices = []
         for start in range(0, A, step):
             cut = slice(start, start + step)

@@ -106,7 +106,9 @@ class BlockDrafter(Drafter):
         usable = batch.loss_mask & torch.cat(
             [batch.loss_mask[:, 1:] & (document[:, 1:] == document[:, :-1]), batch.loss_mask.new_zeros(B, 1)], 1
         )
-        order = uniforms(seeds[:, None], place, ANCHOR).masked_fill(~usable, 2.0).argsort(1)[:, : self.config.num_anchors]
+        order = (
+            uniforms(seeds[:, None], place, ANCHOR).masked_fill(~usable, 2.0).argsort(1)[:, : self.config.num_anchors]
+        )
         chosen = torch.where(usable.gather(1, order), order, T).sort(1).values
         chosen = nn.functional.pad(chosen, (0, self.config.num_anchors - chosen.shape[1]), value=T)
         real = chosen < T
@@ -121,10 +123,13 @@ class BlockDrafter(Drafter):
         x = self._cast(self.vocab.embed(self._inputs(batch.tokens.gather(1, anchors)))).flatten(1, 2)
         rotary = self.rotary(at.flatten(1))
         view = Anchored(anchors, documents, width, self.attention)
-        for layer in self.layers:
+        for layer in self._blocks():
             injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
             x = layer(x, rotary, lambda q, k, v, c=injected, s=scale: view.attend(q, c, (k, v), s))
         return self._slots(self.norm(x).unflatten(1, (anchors.shape[1], width)))
+
+    def _blocks(self) -> list[Block]:
+        return [layer for layer in self.layers if isinstance(layer, Block)]  # ModuleList forgets what it holds
 
     def _cast(self, x: Tensor) -> Tensor:
         """The target's dtype -> the drafter's; autocast does it by itself."""
@@ -132,7 +137,9 @@ class BlockDrafter(Drafter):
 
     def _inputs(self, anchor_tokens: Tensor) -> Tensor:
         """[...] -> [..., block_size]: the anchor, then masks."""
-        tokens = torch.full((*anchor_tokens.shape, self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device)
+        tokens = torch.full(
+            (*anchor_tokens.shape, self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device
+        )
         tokens[..., 0] = anchor_tokens
         return tokens
 
@@ -159,7 +166,7 @@ class BlockDrafter(Drafter):
         context = self.hidden_norm(self.fc(self._cast(ragged.pack(features))))
         rotary = self.rotary(positions)
         where = ragged.rows * state.cache.capacity + positions
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._blocks()):
             state.cache.write(i, where, *layer.self_attn.kv(context, rotary))
         last = torch.tensor([c - 1 for c in count_list], device=features.device)
         newest = next_tokens.gather(1, last.clamp(min=0)[:, None])[:, 0]
@@ -199,8 +206,10 @@ class BlockDrafter(Drafter):
         where = (numbers[:, None] * state.cache.capacity + positions).flatten()
         mask = None
         if min(ends) != max(ends):  # a row sees its own context and block, not what lies beyond
-            mask = (torch.arange(longest, device=device) < (start + width)[:, None])[:, None, None].expand(-1, 1, width, -1)
-        for i, layer in enumerate(self.layers):
+            mask = (torch.arange(longest, device=device) < (start + width)[:, None])[:, None, None].expand(
+                -1, 1, width, -1
+            )
+        for i, layer in enumerate(self._blocks()):
 
             def look(q: Tensor, k: Tensor, v: Tensor, i: int = i, scale: float = layer.self_attn.scale) -> Tensor:
                 state.cache.write(i, where, k.flatten(0, 1), v.flatten(0, 1))

@@ -18,7 +18,8 @@ class KVCache:
         """Store keys and values [N, K, H] at flat places where [N] = row * capacity + position."""
         if layer not in self._layers:
             # zeros, not empty: a masked place still enters a product with weight 0, which NaN would survive
-            self._layers[layer] = tuple(x.new_zeros(self.rows * self.capacity, *x.shape[1:]) for x in (keys, values))
+            places = self.rows * self.capacity
+            self._layers[layer] = (keys.new_zeros(places, *keys.shape[1:]), values.new_zeros(places, *values.shape[1:]))
         for stored, new in zip(self._layers[layer], (keys, values)):
             stored.index_copy_(0, where, new)
 

@@ -1,9 +1,10 @@
 """The interface every drafter implements, and the data it exchanges with trainer and evaluator.
 
-Letters: B rows, T positions, S new positions, A anchors a row, G slots, L tapped layers, D hidden, V vocabulary, R rank.
+Letters: B rows, T positions, S new positions, A anchors a row, G slots, L tapped layers, D hidden, V vocabulary,
+R rank.
 
-An *anchor* is the last token both models agree on. Slot g (0 <= g < G) of the block anchored at position a predicts the
-token at a + g + 1, knowing target features of positions < a and tokens up to a.
+An *anchor* is the last token both models agree on. Slot g (0 <= g < G) of the block anchored at position a predicts
+the token at a + g + 1, knowing target features of positions < a and tokens up to a.
 """
 
 from __future__ import annotations

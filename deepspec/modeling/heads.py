@@ -20,7 +20,7 @@ class SequentialHead(nn.Module, ABC):
 
     @abstractmethod
     def step(self, state: Tensor, prev: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(state [..., R], embedding of the token before [..., R], slot state [..., D]) -> (next state, row [..., R])."""
+        """state [..., R], embedding of the token before [..., R], slot state [..., D] -> next state, row [..., R]."""
 
     def start(self, hidden: Tensor) -> Tensor:
         """The state before slot 0: zeros [..., R] for slots hidden [..., G, D]."""

@@ -32,7 +32,9 @@ def resolve(name: str) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"target {name!r} is a directory without config.json; a Hugging Face model directory has one")
+            raise InputError(
+                f"target {name!r} is a directory without config.json; a Hugging Face model directory has one"
+            )
         return str(path), {}
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(f"no target directory {name!r}")
@@ -48,17 +50,19 @@ def load_config(name: str, revision: str | None = None) -> Any:
         return AutoConfig.from_pretrained(where, revision=revision or "main", **extra)
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> Any:
+def load_model(
+    name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
+) -> Any:
     """The target's weights on one device."""
     from transformers import AutoModelForCausalLM
 
     where, extra = resolve(name)
     kind = dtype_of(dtype)
     with _explained(name):
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **extra
         )
-    return model.to(pick_device(device))
+    return model.to(device=pick_device(device))
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
@@ -66,7 +70,14 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     where, extra = resolve(name)
-    if not extra and Path(where).is_dir() and not any((Path(where) / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+    if (
+        not extra
+        and Path(where).is_dir()
+        and not any(
+            (Path(where) / f).is_file()
+            for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        )
+    ):
         return None
     with _explained(name):
         return AutoTokenizer.from_pretrained(where, revision=revision or "main", **extra)
@@ -93,12 +104,16 @@ def stop_ids(*sources: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def load_vocab(name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> tuple[Family, Vocab]:
+def load_vocab(
+    name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
+) -> tuple[Family, Vocab]:
     """A target's family and vocabulary from two tensors of its safetensors files: enough to train a drafter on features
     that come from elsewhere. `dtype` auto is the checkpoint's own."""
     where, extra = resolve(name)
     if extra:
-        raise InputError(f"{name!r}: a vocabulary alone is read from safetensors; convert the GGUF file to a directory first")
+        raise InputError(
+            f"{name!r}: a vocabulary alone is read from safetensors; convert the GGUF file to a directory first"
+        )
     config = load_config(name, revision)
     text = config.get_text_config()
     family = read_family(config)
@@ -121,7 +136,7 @@ def load_vocab(name: str, *, device: str = "auto", dtype: str | torch.dtype = "a
 
 
 def _read_tensors(where: str, revision: str | None, endings: tuple[str, ...]) -> dict[str, Any]:
-    """Of a local directory or hub id, the one tensor whose name ends like each of `endings`, None where there is none."""
+    """Of a local directory or hub id, the tensor whose name ends like each of `endings`; None where there is none."""
     from safetensors import safe_open
 
     def file(name: str) -> Path | None:

@@ -30,5 +30,9 @@ class BlockSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        require(len(self.inv_freq) * 2 == self.head_dim, f"inv_freq must hold head_dim / 2 = {self.head_dim / 2} numbers")
+        require(
+            self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+        )
+        require(
+            len(self.inv_freq) * 2 == self.head_dim, f"inv_freq must hold head_dim / 2 = {self.head_dim / 2} numbers"
+        )

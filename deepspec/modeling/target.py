@@ -65,7 +65,9 @@ class Target:
         """Ids that end an answer, from the generation config, the model config and the tokenizer."""
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None) -> Target:
+    def load(
+        cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
+    ) -> Target:
         """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one."""
         model = load_model(name, device=device, dtype=dtype, revision=revision)
         return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision))
@@ -84,9 +86,11 @@ class Target:
         return Session(self, rows, max_length, tuple(target_layer_ids))
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, counts: Tensor | Sequence[int], target_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Features [B, T, L * D] and hidden [B, T, D] of whole sequences tokens [B, T], row b of counts[b] tokens; zeros
-        after a row's end. Nothing is computed for padding, and no logits are formed."""
+    def features(
+        self, tokens: Tensor, counts: Tensor | Sequence[int], target_layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Features [B, T, L * D] and hidden [B, T, D] of whole sequences tokens [B, T], row b of counts[b] tokens;
+        zeros after a row's end. Nothing is computed for padding, and no logits are formed."""
         self._check_layers(target_layer_ids)
         ragged = Ragged(as_list(counts), tokens.device)  # type: ignore[arg-type]
         view = _Pass(ragged, [0] * len(ragged.counts), None)
@@ -100,7 +104,7 @@ class Target:
             )
 
     def _run(self, view: _Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Packed tokens [N] -> features [N, L * D], hidden [N, D], in a layout of their own (no view of a live buffer)."""
+        """Packed tokens [N] -> features [N, L * D] (a copy, no view of a live buffer) and hidden [N, D]."""
         with self._taps(layer_ids) as seen:
             self._decoder(
                 input_ids=tokens[None],
@@ -153,10 +157,15 @@ class Session:
         count_list = [S] * B if counts is None else as_list(counts)  # type: ignore[arg-type]
         for row, (length, count) in enumerate(zip(self.lengths, count_list)):
             if length + count > self.max_length:
-                raise ValueError(f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}")
+                raise ValueError(
+                    f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}"
+                )
         ragged = Ragged(count_list, tokens.device)
         width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
-        parts = [self._chunk(tokens[:, s : s + width], [min(max(c - s, 0), width) for c in count_list]) for s in range(0, S, width)]
+        parts = [
+            self._chunk(tokens[:, s : s + width], [min(max(c - s, 0), width) for c in count_list])
+            for s in range(0, S, width)
+        ]
         features, hidden = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts))
         if last_only:
             last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
@@ -245,7 +254,7 @@ class _Pass:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     scaling: float | None = None, sliding_window: int | None = None, deepspec_pass: _Pass | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface. Without a pass of ours (a user calling the model) it is their own SDPA."""
@@ -253,7 +262,7 @@ def _attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, *args, scaling=scaling, sliding_window=sliding_window, **kwargs
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return deepspec_pass.attend(module.layer_idx, query, key, value, scale, sliding_window), None

@@ -14,7 +14,9 @@ class Vocab(nn.Module):
         """embedding, head: [V, D] (the same tensor when tied); nothing is copied."""
         super().__init__()
         if embedding.shape != head.shape:
-            raise ValueError(f"embedding {list(embedding.shape)} and head {list(head.shape)} must have one shape [V, D]")
+            raise ValueError(
+                f"embedding {list(embedding.shape)} and head {list(head.shape)} must have one shape [V, D]"
+            )
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.head = nn.Parameter(head, requires_grad=False)
         self.softcap, self.embed_scale = softcap, embed_scale

@@ -12,7 +12,9 @@ def command() -> int:
     parser = argparse.ArgumentParser(prog="python -m deepspec.train", description="Train a drafter for a target model.")
     parser.add_argument("--config", required=True, metavar="FILE.py", help="a Python file that defines `config`")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. train.lr=1e-4")
-    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`")
+    parser.add_argument(
+        "--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`"
+    )
     args = parser.parse_args()
 
     from ..config import load_config
@@ -23,7 +25,10 @@ def command() -> int:
 
     from .loop import fit
 
-    print(f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}", flush=True)
+    print(
+        f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}",
+        flush=True,
+    )
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, frame: stop.append(n))

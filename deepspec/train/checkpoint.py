@@ -30,7 +30,15 @@ def found(out: Path) -> list[Path]:
     return sorted(p for p in (out / "checkpoints").glob("step-*") if (p / "trainer.json").is_file())
 
 
-def save(out: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, settings: dict[str, Any], keep: int, provenance: dict[str, Any]) -> Path:
+def save(
+    out: Path,
+    step: int,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    keep: int,
+    provenance: dict[str, Any],
+) -> Path:
     """Write the checkpoint of `step` finished optimiser steps, then drop all but the newest `keep`."""
     from safetensors.torch import save_file
 

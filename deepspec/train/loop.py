@@ -22,10 +22,11 @@ from torch import Tensor
 from ..cache import whole_dir, writable_dir
 from ..config import Config, as_dict
 from ..data.loader import Loader, collate, load_rows
-from ..hub.native import provenance, write_drafter
+from ..hub.native import write_drafter
 from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
 from ..modeling.target import Target
+from ..provenance import provenance
 from . import checkpoint, optim
 from .objective import Metrics, Objective
 
@@ -149,19 +150,19 @@ class _Run:
         assert total is not None
         params = [p for p in self.drafter.parameters() if p.grad is not None]
         # gradients of sums, divided once by the weight of the whole step: exact whatever the micro-batches
-        torch._foreach_div_([p.grad for p in params], total.clamp(min=1e-8))
+        torch._foreach_div_([p.grad for p in params if p.grad is not None], total.clamp(min=1e-8))
         norm = torch.nn.utils.clip_grad_norm_(params, train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(step + 1, self.total, lr, tokens, time.perf_counter() - began, norm, self.drafter, sums)
 
     def _batch(self, part: list[tuple[int, Any]], first: int) -> tuple[Batch, Tensor, int]:
-        """A micro-batch with live features, its anchor seeds, and how many tokens it has. `first` counts rows served."""
+        """A micro-batch with live features, its anchor seeds, its number of tokens. `first`: rows served before it."""
         device = self.target.device
-        tokens, loss_mask, lengths, _ = collate([row for _, row in part])
+        tokens, loss_mask, lengths, index = collate(part)
         tokens, loss_mask = tokens.to(device), loss_mask.to(device)
         features, hidden = self.target.features(tokens, lengths, self.config.drafter.target_layer_ids)
-        index = torch.tensor([i for i, _ in part], device=device)
+        index = index.to(device)
         epoch = torch.tensor([(first + j) // len(self.rows) for j in range(len(part))], device=device)
         seeds = (epoch << 40) + (index << 8) + (self.config.seed & 0xFF)
         return Batch(tokens, loss_mask, features, hidden, sample=index), seeds, sum(lengths)
@@ -186,7 +187,11 @@ class _Run:
             manifest = Path(path + ".manifest.json")
             manifests[path] = json.loads(manifest.read_text()) if manifest.is_file() else None
         return {
-            "target": {"name": self.config.target, "revision": self.config.target_revision, "dtype": str(self.target.dtype)},
+            "target": {
+                "name": self.config.target,
+                "revision": self.config.target_revision,
+                "dtype": str(self.target.dtype),
+            },
             "settings": self.settings,
             "data": {"rows": len(self.rows), "dropped": dict(self.dropped), "manifests": manifests},
             "versions": provenance(),
@@ -210,4 +215,10 @@ def set_attention(drafter: Drafter, backend: str) -> None:
 
 def _row(report: StepReport) -> dict[str, Any]:
     rate = report.tokens / report.seconds
-    return {"step": report.step, "lr": report.lr, **report.metrics, "tokens_per_second": rate, "seconds": report.seconds}
+    return {
+        "step": report.step,
+        "lr": report.lr,
+        **report.metrics,
+        "tokens_per_second": rate,
+        "seconds": report.seconds,
+    }

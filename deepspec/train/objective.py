@@ -54,7 +54,16 @@ class Objective(nn.Module):
         weight_N, weight = self._weights(batch, slots)
         head = r.new_empty(0, 0) if d.rows_out is None else d.rows_out
         loss, ce, kl, l1 = _Divergence.apply(
-            h, r, head, d.vocab, batch.hidden.flatten(0, 1), slots.place, slots.label, weight_N, c, torch.is_grad_enabled()
+            h,
+            r,
+            head,
+            d.vocab,
+            batch.hidden.flatten(0, 1),
+            slots.place,
+            slots.label,
+            weight_N,
+            c,
+            torch.is_grad_enabled(),
         )
         accept = (1 - l1 / 2).clamp(0, 1)
         bce = torch.zeros_like(accept)
@@ -71,7 +80,9 @@ class Objective(nn.Module):
             return decay, decay.sum()
         # each document's weights sum to one
         document = batch.documents.flatten()[slots.place]
-        _, group = torch.unique(torch.stack([slots.place // batch.tokens.shape[1], document]), dim=1, return_inverse=True)
+        _, group = torch.unique(
+            torch.stack([slots.place // batch.tokens.shape[1], document]), dim=1, return_inverse=True
+        )
         documents = int(group.max()) + 1 if len(group) else 0
         total = decay.new_zeros(documents).index_add(0, group, decay)
         return decay / total[group], total.new_tensor(float(documents))
@@ -134,7 +145,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
         weight: Tensor, config: LossConfig, grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """h [N, D], r [N, R], w2 [V, R], teacher [B * T, D], place, label, weight [N] -> loss, ce [N], kl [N], L1 [N]."""
+        """h [N, D], r [N, R], w2 [V, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N]."""
         device = h.device.type
         fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         exact = torch.promote_types(h.dtype, torch.float32)
@@ -190,7 +201,7 @@ class _Buffers:
         self, cut: slice, h: Tensor, r: Tensor, head: Tensor, w2: Tensor, softcap: float | None, p: Tensor,
         which: Tensor, label: Tensor, weight: Tensor, config: LossConfig,
     ) -> None:  # fmt: skip
-        """One chunk: h [C, D], r [C, R], teacher p [P, V], which [C] names each slot's row of p. Works in place: at most
+        """One chunk: h [C, D], r [C, R], teacher p [P, V], which [C] names each slot's row of p. In place: at most
         two tensors [C, V] beside p are alive."""
         c = config
         logits = F.linear(h, head).to(p.dtype)
@@ -248,7 +259,7 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 
 def _chunks(sizes: list[int], limit: int) -> list[tuple[int, int, int, int]]:
-    """Cut positions with sizes[p] slots each into chunks of at most `limit` slots (or one position): (p0, p1, s0, s1)."""
+    """Cut positions of sizes[p] slots into chunks of at most `limit` slots (or one position): p0, p1, s0, s1."""
     cuts, p0, s0, s1 = [], 0, 0, 0
     for p, size in enumerate(sizes):
         if s1 > s0 and s1 + size - s0 > limit:
