@@ -31,9 +31,19 @@ PREFIXES = ("_orig_mod.", "module.", "model.")
 
 
 def save_drafter(drafter: Drafter, path: Path, provenance: dict[str, Any]) -> None:
-    """Write a drafter directory, all of it or nothing."""
+    """Write a drafter directory, all of it or nothing. InputError where anything but a drafter of ours is there."""
+    if path.exists() and not _replaceable(path):
+        raise InputError(f"{str(path)!r} exists and is no drafter directory; nothing of it will be overwritten")
     with whole_dir(path) as temporary:
         write_drafter(drafter, temporary, provenance)
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether nothing would be lost: an empty directory, or one that holds a drafter we wrote and nothing else."""
+    if not path.is_dir():
+        return False
+    names = {p.name for p in path.iterdir()}
+    return not names or (names <= {"config.json", "model.safetensors"} and "deepspec" in read_config(path))
 
 
 def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
