@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..cache import whole_dir, writable_dir
+from ..cache import tentative, whole_dir, writable_dir
 from ..config import Config, as_dict
 from ..data.loader import Loader, collate, load_rows
 from ..hub.native import write_drafter
@@ -61,7 +61,9 @@ def fit(config: Config, *, resume: Literal["auto", "never"] = "auto") -> Iterato
     Writes config.out: metrics.jsonl, checkpoints/step-*, and at the end drafter/. `resume` auto goes on from the newest
     checkpoint there. All input is checked before the target's weights are read; InputError says what is wrong.
     """
-    return _Run(config, resume).steps()
+    with tentative(config.out):
+        run = _Run(config, resume)
+    return run.steps()
 
 
 class _Run:
