@@ -127,6 +127,13 @@ class Config(Checked):
     """The run directory."""
     seed: int = 42
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.loss.confidence == 0 or self.drafter.has_confidence,
+            f"loss.confidence is {self.loss.confidence:g}, but the drafter has no confidence head: set it to 0",
+        )
+
 
 def load_config(path: str | Path, *overrides: str) -> Config:
     """Read `config` from a Python file, then apply overrides such as 'train.lr=1e-4'.
@@ -146,12 +153,13 @@ def load_config(path: str | Path, *overrides: str) -> Config:
         raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
     if not isinstance(config, Config):
         raise ConfigError(f"{path} must define `config = deepspec.Config(...)`, found {type(config).__name__}")
+    changes = []
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise ConfigError(f"override {override!r} must look like dotted.key=value")
-        config = _replace(config, key.strip().split("."), text.strip(), key)
-    return config
+        changes.append((key.strip().split("."), text.strip(), key.strip()))
+    return _replace(config, changes)
 
 
 def as_dict(value: Any) -> Any:
@@ -183,22 +191,25 @@ def _hint(name: str, fields: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(sorted(fields)) or 'no keys'}"
 
 
-def _replace(node: Any, path: list[str], text: str, key: str) -> Any:
-    name, *rest = path
+def _replace(node: Any, changes: list[tuple[list[str], str, str]]) -> Any:
+    """`node` with all changes (path, text, whole key) made at once, for some settings fit only together."""
     fields = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-    if name not in fields:
-        raise ConfigError(f"no config key {key!r}: {type(node).__name__} has no {name!r}; {_hint(name, fields)}")
-    old = getattr(node, name)
-    kind = typing.get_type_hints(type(node))[name]
-    if rest:
-        new = _replace(old, rest, text, key)
-    elif dataclasses.is_dataclass(old):
-        raise ConfigError(
-            f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=..."
-        )
-    else:
-        new = parse(text, kind, key)
-    return dataclasses.replace(node, **{name: new})
+    new: dict[str, Any] = {}
+    deeper: dict[str, list[tuple[list[str], str, str]]] = {}
+    for (name, *rest), text, key in changes:
+        if name not in fields:
+            raise ConfigError(f"no config key {key!r}: {type(node).__name__} has no {name!r}; {_hint(name, fields)}")
+        old = getattr(node, name)
+        if rest:
+            deeper.setdefault(name, []).append((rest, text, key))
+        elif dataclasses.is_dataclass(old):
+            raise ConfigError(
+                f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=..."
+            )
+        else:
+            new[name] = parse(text, typing.get_type_hints(type(node))[name], key)
+    new |= {name: _replace(getattr(node, name), part) for name, part in deeper.items()}
+    return dataclasses.replace(node, **new)
 
 
 def parse(text: str, kind: Any, key: str) -> Any:
