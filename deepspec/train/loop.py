@@ -25,6 +25,7 @@ from ..data.loader import Loader, collate, load_rows
 from ..hub.native import write_drafter
 from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
+from ..modeling.families import read_family
 from ..modeling.target import Target
 from ..provenance import provenance
 from . import checkpoint, optim
@@ -72,6 +73,7 @@ class _Run:
         self.out = writable_dir(config.out, "output directory")
         device = loading.pick_device(train.device)
         hf = loading.load_config(config.target, config.target_revision)
+        read_family(hf)  # an unknown one is found before the weights are read
         text = hf.get_text_config()
         tokenizer = loading.load_tokenizer(config.target, revision=config.target_revision)
         stops = loading.load_stop_ids(config.target, hf, tokenizer, config.target_revision)
