@@ -101,9 +101,11 @@ class _Run:
             return 0
         start = checkpoint.load(existing[-1], self.drafter, self.optimizer, self.settings) if existing else 0
         if log.exists():  # forget what came after the checkpoint
-            with contextlib.suppress(json.JSONDecodeError):
-                lines = [x for x in log.read_text().splitlines() if json.loads(x)["step"] <= start]
-                log.write_text("".join(x + "\n" for x in lines))
+            kept = []
+            for line in log.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # a kill may have torn the last one
+                    kept += [line] if json.loads(line)["step"] <= start else []
+            log.write_text("".join(x + "\n" for x in kept))
         return start
 
     def steps(self) -> Iterator[StepReport]:
