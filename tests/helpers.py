@@ -118,7 +118,9 @@ def make_drafter(kind: str, tgt: Target, *, seed: int = 1, **changes) -> Drafter
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
-def make_batch(tgt: Target, *, rows: int = 2, length: int = 14, seed: int = 0, layers: int = len(LAYERS), **extra) -> Batch:
+def make_batch(
+    tgt: Target, *, rows: int = 2, length: int = 14, seed: int = 0, layers: int = len(LAYERS), **extra
+) -> Batch:
     """Random tokens and random target states; all supervised but the first tokens of each row."""
     g = torch.Generator().manual_seed(seed)
     D = tgt.spec.dim

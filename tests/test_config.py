@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LAYERS, MASK, V, token_rows, write_jsonl, write_run
+from helpers import LAYERS, MASK, V, token_rows, write_run
 
 import deepspec
-from deepspec import Config, ConfigError, DataConfig, DSparkConfig, InputError, LossConfig, TrainConfig, load_config
-from deepspec import cli
+from deepspec import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DSparkConfig,
+    InputError,
+    LossConfig,
+    TrainConfig,
+    cli,
+    load_config,
+)
 from deepspec.config import as_dict, parse
 from deepspec.modeling.target import Target
 from deepspec.train import __main__ as train
@@ -93,7 +102,10 @@ def test_later_overrides_win_and_may_depend_on_each_other(file):
     for order in (("train.batch_size=9", "train.micro_batch=3"), ("train.micro_batch=3", "train.batch_size=9")):
         config = load_config(file, *order)
         assert (config.train.batch_size, config.train.micro_batch) == (9, 3)
-    for order in (("loss.confidence=0", "drafter.confidence_head=False"), ("drafter.confidence_head=False", "loss.confidence=0")):
+    for order in (
+        ("loss.confidence=0", "drafter.confidence_head=False"),
+        ("drafter.confidence_head=False", "loss.confidence=0"),
+    ):
         assert not load_config(file, *order).drafter.has_confidence
 
 
@@ -140,12 +152,24 @@ def test_a_bad_override_says_what_and_what_would_be_right(file, override):
 
 
 BAD_FILES = {
-    "unknown key": ("loss=deepspec.LossConfig(", "loss=deepspec.LossConfig(slot_decy=1, ", ("LossConfig", "slot_decy", "did you mean 'slot_decay'")),
-    "unknown key of the drafter": ("markov_rank=4", "markov_rnak=4", ("DSparkConfig", "markov_rnak", "did you mean 'markov_rank'")),
+    "unknown key": (
+        "loss=deepspec.LossConfig(",
+        "loss=deepspec.LossConfig(slot_decy=1, ",
+        ("LossConfig", "slot_decy", "did you mean 'slot_decay'"),
+    ),
+    "unknown key of the drafter": (
+        "markov_rank=4",
+        "markov_rnak=4",
+        ("DSparkConfig", "markov_rnak", "did you mean 'markov_rank'"),
+    ),
     "unknown key at the top": ("seed=3", "sede=3", ("Config", "sede", "did you mean 'seed'")),
     "key that is missing": ("target=", "target_revision=", ("target",)),
     "wrong type": ("lr=3e-3", "lr='3e-3'", ("lr", "float", "'3e-3'")),
-    "section of another kind": ("loss=deepspec.LossConfig(ce=0.1, tv=0.9, confidence=1.0, slot_decay=0.8, chunk=32)", "loss=deepspec.TrainConfig()", ("loss", "LossConfig")),
+    "section of another kind": (
+        "loss=deepspec.LossConfig(ce=0.1, tv=0.9, confidence=1.0, slot_decay=0.8, chunk=32)",
+        "loss=deepspec.TrainConfig()",
+        ("loss", "LossConfig"),
+    ),
     "value out of range": ("slot_decay=0.8", "slot_decay=1.5", ("loss.slot_decay", "1.5")),
     "unsorted layers": ("(0, 2)", "(2, 0)", ("drafter.target_layer_ids", "(2, 0)")),
     "negative layer": ("(0, 2)", "(-1, 2)", ("drafter.target_layer_ids", "(-1, 2)")),
@@ -156,7 +180,7 @@ BAD_FILES = {
     "unknown name": ("seed=3", "seed=three", ("three",)),
     "failed import": ("import deepspec", "import deepspec, no_such_module", ("no_such_module",)),
     "exception of its own": ("import deepspec", "import deepspec; [][1]", ("index",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD_FILES)
@@ -183,7 +207,8 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_recipe_builds_on_another(file, tmp_path, monkeypatch):
-    """A file may load its neighbour relative to itself and change it, from any working directory; overrides come last."""
+    """A file may load its neighbour relative to itself and change it, from any working directory; overrides come
+    last."""
     (file.parent / "child.py").write_text(
         "from pathlib import Path\nimport dataclasses, deepspec\n"
         "base = deepspec.load_config(Path(__file__).parent / 'run.py', 'seed=8')\n"
@@ -213,7 +238,15 @@ def test_values_are_converted_or_refused():
     assert TrainConfig(lr=1).lr == 1.0 and isinstance(TrainConfig(lr=1).lr, float)
     assert DSparkConfig(target_layer_ids=[1, 2], mask_token_id=3).target_layer_ids == (1, 2)
     assert DataConfig(path="x.jsonl").path == ("x.jsonl",) == DataConfig(path=Path("x.jsonl")).path
-    for bad in (dict(lr=True), dict(epochs=True), dict(epochs="3"), dict(epochs=3.0), dict(lr=None), dict(betas=0.9), dict(device=1)):
+    for bad in (
+        dict(lr=True),
+        dict(epochs=True),
+        dict(epochs="3"),
+        dict(epochs=3.0),
+        dict(lr=None),
+        dict(betas=0.9),
+        dict(device=1),
+    ):
         with pytest.raises(ConfigError, match=f"TrainConfig.{next(iter(bad))}"):
             TrainConfig(**bad)
 
@@ -236,7 +269,7 @@ def test_values_are_converted_or_refused():
         (lambda: DataConfig(path=()), "data.path"),
         (lambda: DataConfig(path=("a",), min_supervised=1), "min_supervised"),
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_are_refused(make, words):
     """Each section refuses what cannot be when it is made, NaN and infinities included, and names the key."""
     with pytest.raises(ConfigError, match=words):
@@ -246,12 +279,19 @@ def test_values_out_of_range_are_refused(make, words):
 def test_plain_values():
     """as_dict is JSON that says which drafter it is, and equal for equal configs."""
     config = Config(
-        target="t", drafter=DSparkConfig(target_layer_ids=(1,), mask_token_id=0), loss=LossConfig(ce=1.0),
-        data=DataConfig(path="x"), out="o",
-    )  # fmt: skip
+        target="t",
+        drafter=DSparkConfig(target_layer_ids=(1,), mask_token_id=0),
+        loss=LossConfig(ce=1.0),
+        data=DataConfig(path="x"),
+        out="o",
+    )
     plain = as_dict(config)
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["drafter"]["kind"] == "DSparkConfig" and plain["out"] == "o" and plain["drafter"]["target_layer_ids"] == [1]
+    assert (
+        plain["drafter"]["kind"] == "DSparkConfig"
+        and plain["out"] == "o"
+        and plain["drafter"]["target_layer_ids"] == [1]
+    )
 
 
 def test_parse_never_runs_code(tmp_path):
@@ -309,25 +349,53 @@ def bad_runs(home, tmp):
         "no data": (["data.path=no.jsonl"], ("no.jsonl",)),
         "empty data": ([jsonl("empty.jsonl", "\n")], ("empty.jsonl, line 1",)),
         "malformed line": ([jsonl("bad.jsonl", good + "\n{oops\n")], ("bad.jsonl, line 2",)),
-        "id outside the vocabulary": ([jsonl("id.jsonl", good + '\n{"prompt_ids": [1], "answer_ids": [99, 1, 1, 1]}\n')], ("id.jsonl, line 2", "99")),
-        "all masked": ([jsonl("masked.jsonl", '{"prompt_ids": [1, 2], "answer_ids": [3]}\n')], ("masked.jsonl", "fewer than")),
-        "chat without a tokenizer": ([jsonl("chat.jsonl", '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n')], ("chat.jsonl, line 1", "tokenizer")),
+        "id outside the vocabulary": (
+            [jsonl("id.jsonl", good + '\n{"prompt_ids": [1], "answer_ids": [99, 1, 1, 1]}\n')],
+            ("id.jsonl, line 2", "99"),
+        ),
+        "all masked": (
+            [jsonl("masked.jsonl", '{"prompt_ids": [1, 2], "answer_ids": [3]}\n')],
+            ("masked.jsonl", "fewer than"),
+        ),
+        "chat without a tokenizer": (
+            [
+                jsonl(
+                    "chat.jsonl",
+                    '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n',
+                )
+            ],
+            ("chat.jsonl, line 1", "tokenizer"),
+        ),
         "no such device": (["train.device=quantum"], ("quantum",)),
         "confidence loss without a head": (["drafter.confidence_head=False"], ("confidence",)),
-    }  # fmt: skip
+    }
 
 
 RUNS = [
-    "layer out of range", "mask outside the vocabulary", "mask is eos", "mask is pad", "no target", "target without config",
-    "unknown family", "no data", "empty data", "malformed line", "id outside the vocabulary", "all masked",
-    "chat without a tokenizer", "no such device", "confidence loss without a head",
-]  # fmt: skip
+    "layer out of range",
+    "mask outside the vocabulary",
+    "mask is eos",
+    "mask is pad",
+    "no target",
+    "target without config",
+    "unknown family",
+    "no data",
+    "empty data",
+    "malformed line",
+    "id outside the vocabulary",
+    "all masked",
+    "chat without a tokenizer",
+    "no such device",
+    "confidence loss without a head",
+]
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_a_run_that_cannot_be_is_refused_before_the_model_loads(what, home, file, tmp_path, unloaded, monkeypatch, capsys):
-    """python -m deepspec.train with a mistake that only target or data show: exit code 2, exactly one line on stderr with
-    the fault, no model loaded, and nothing left behind, not even the output directory."""
+def test_a_run_that_cannot_be_is_refused_before_the_model_loads(
+    what, home, file, tmp_path, unloaded, monkeypatch, capsys
+):
+    """python -m deepspec.train with a mistake that only target or data show: exit code 2, exactly one line on stderr
+    with the fault, no model loaded, and nothing left behind, not even the output directory."""
     cases = bad_runs(home, tmp_path)
     assert set(cases) == set(RUNS)
     overrides, words = cases[what]
@@ -358,7 +426,9 @@ def test_an_output_that_cannot_be_written_is_found_first(file, tmp_path, unloade
 
 
 def run(*argv, cwd):
-    return subprocess.run([sys.executable, "-m", "deepspec.train", *argv], capture_output=True, text=True, cwd=cwd, env=environment())
+    return subprocess.run(
+        [sys.executable, "-m", "deepspec.train", *argv], capture_output=True, text=True, cwd=cwd, env=environment()
+    )
 
 
 def environment():
@@ -370,7 +440,10 @@ def environment():
 
 def test_the_command_says_one_line_and_exits_with_two(file, tmp_path):
     """A real process: an unknown key is found without importing transformers, a bad mask after it; one line each."""
-    for override, words in ((["train.Ir=1"], "did you mean 'lr'"), ([f"drafter.mask_token_id={V}", f"out={tmp_path / 'o'}"], str(V))):
+    for override, words in (
+        (["train.Ir=1"], "did you mean 'lr'"),
+        ([f"drafter.mask_token_id={V}", f"out={tmp_path / 'o'}"], str(V)),
+    ):
         done = run("--config", str(file), "--set", *override, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) == 1 and words in done.stderr

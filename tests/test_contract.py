@@ -14,10 +14,29 @@ ROOT = Path(deepspec.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 NAMES = [
-    "Target", "load_drafter", "generate", "Generation", "Sampling", "verify_all", "threshold", "verify", "load_config",
-    "fit", "DSparkConfig", "DFlashConfig", "Batch", "Objective", "LossConfig", "Proposal", "Drafter", "Config", "DataConfig",
-    "TrainConfig", "ConfigError", "InputError",
-]  # fmt: skip
+    "Target",
+    "load_drafter",
+    "generate",
+    "Generation",
+    "Sampling",
+    "verify_all",
+    "threshold",
+    "verify",
+    "load_config",
+    "fit",
+    "DSparkConfig",
+    "DFlashConfig",
+    "Batch",
+    "Objective",
+    "LossConfig",
+    "Proposal",
+    "Drafter",
+    "Config",
+    "DataConfig",
+    "TrainConfig",
+    "ConfigError",
+    "InputError",
+]
 """Section 4 of the design; Eagle3Config joins when Eagle3 does."""
 
 
@@ -38,10 +57,22 @@ def test_no_other_name_is_public():
 
 METHODS = {
     "Target": ["load", "open", "features"],
-    "Drafter": ["anchors", "hidden", "rows", "logits", "confidence", "new_state", "observe", "propose", "reset_rows", "save", "num_slots"],
+    "Drafter": [
+        "anchors",
+        "hidden",
+        "rows",
+        "logits",
+        "confidence",
+        "new_state",
+        "observe",
+        "propose",
+        "reset_rows",
+        "save",
+        "num_slots",
+    ],
     "Batch": ["documents", "positions"],
     "Generation": ["tau", "text"],
-}  # fmt: skip
+}
 ARGUMENTS = {
     "generate": ["target", "drafter", "prompts"],
     "verify": ["target_probs", "proposal", "lengths", "uniforms"],
@@ -56,9 +87,16 @@ FIELDS = {
     "Sampling": ["temperature", "top_k", "top_p", "min_p"],
     "Generation": ["tokens", "rounds"],
     "LossConfig": ["ce", "kl", "tv", "confidence", "slot_decay", "reduce"],
-    "DSparkConfig": ["block_size", "target_layer_ids", "num_draft_layers", "mask_token_id", "markov_head_type", "markov_rank"],
+    "DSparkConfig": [
+        "block_size",
+        "target_layer_ids",
+        "num_draft_layers",
+        "mask_token_id",
+        "markov_head_type",
+        "markov_rank",
+    ],
     "Config": ["target", "drafter", "loss", "data", "train", "out", "seed"],
-}  # fmt: skip
+}
 
 
 def test_signatures_of_the_contract():
@@ -91,7 +129,9 @@ assert not heavy, heavy
 import torch
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=ROOT.parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=ROOT.parent
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stdout and not done.stderr
 
@@ -102,7 +142,17 @@ def calls(tree: ast.AST):
             yield node
 
 
-KINDS = {"DFlash", "DSpark", "Eagle3", "BlockDrafter", "DFlashConfig", "DSparkConfig", "Eagle3Config", "BlockConfig", "Drafter"}
+KINDS = {
+    "DFlash",
+    "DSpark",
+    "Eagle3",
+    "BlockDrafter",
+    "DFlashConfig",
+    "DSparkConfig",
+    "Eagle3Config",
+    "BlockConfig",
+    "Drafter",
+}
 """DrafterConfig, the base that settings are declared with, tells no drafter from another."""
 
 
@@ -115,7 +165,11 @@ def test_nobody_asks_which_drafter_it_has(path):
     for call in calls(ast.parse(path.read_text())):
         where = f"{path}:{call.lineno}"
         if call.func.id in ("isinstance", "issubclass"):
-            named = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(call.args[1]) if isinstance(n, ast.Name | ast.Attribute)}
+            named = {
+                n.id if isinstance(n, ast.Name) else n.attr
+                for n in ast.walk(call.args[1])
+                if isinstance(n, ast.Name | ast.Attribute)
+            }
             assert not named & KINDS, where
         if call.func.id in ("hasattr", "getattr") and not isinstance(call.args[0], ast.Call):
             asked = ast.unparse(call.args[0]).split(".")[-1]
@@ -131,7 +185,13 @@ def test_style_of_a_file(path):
     where = path.relative_to(ROOT)
     assert ast.get_docstring(tree) and text.startswith('"""')
     for node in ast.walk(tree):
-        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        modules = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
         for module in modules:
             assert module.split(".")[0] not in ("pickle", "dill", "joblib")
             assert not module.startswith("transformers.model") or where.parts[0] == "modeling"
@@ -139,7 +199,9 @@ def test_style_of_a_file(path):
         if isinstance(call, ast.Call):
             called = ast.unparse(call.func)
             assert called not in ("torch.load", "torch.save")
-            assert called != "print" or where.parts[0] not in ("modeling", "hub") and where.name not in ("sampling.py", "objective.py")
+            assert called != "print" or (
+                where.parts[0] not in ("modeling", "hub") and where.name not in ("sampling.py", "objective.py")
+            )
 
 
 LONG = {"tiny.py"}

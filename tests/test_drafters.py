@@ -114,7 +114,8 @@ def test_one_observe_is_two(kind, family):
 
 @kinds
 def test_packed_documents_are_rows_of_their_own(kind):
-    """Documents packed into one row (document, position) draft as separate padded rows do, anchors at the same places."""
+    """Documents packed into one row (document, position) draft as separate padded rows do, anchors at the same
+    places."""
     tgt = target("llama")
     drafter = make_drafter(kind, tgt)
     docs = [text(7, 1), text(10, 2), text(6, 3)]
@@ -185,7 +186,13 @@ def test_what_a_block_sees(kind, alive, monkeypatch):
         base = drafter.hidden(batch, anchors)
         for name, row, place in itertools.product(("features", "tokens", "hidden", "loss_mask"), (0, 1), range(14)):
             x = fields[name].clone()
-            x[row, place] = (x[row, place] + 1) % (V - 1) if name == "tokens" else ~x[row, place] if name == "loss_mask" else x[row, place] + 1
+            x[row, place] = (
+                (x[row, place] + 1) % (V - 1)
+                if name == "tokens"
+                else ~x[row, place]
+                if name == "loss_mask"
+                else x[row, place] + 1
+            )
             moved = (drafter.hidden(Batch(**{**fields, name: x}), anchors) - base).abs().amax(-1)  # [B, A, G]
             for b, a in itertools.product((0, 1), range(6)):
                 at = int(anchors[b, a])
@@ -199,8 +206,8 @@ def test_what_a_block_sees(kind, alive, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "rnn-masks"])
 def test_what_a_slot_knows_of_its_block(kind):
-    """The sequential head's row at slot g reads the token before it; rnn also reads every earlier one, vanilla and gated
-    none; no head reads a later one."""
+    """The sequential head's row at slot g reads the token before it; rnn also reads every earlier one, vanilla and
+    gated none; no head reads a later one."""
     tgt = target()
     drafter = make_drafter(kind, tgt)
     hidden = torch.randn(1, 1, G, tgt.spec.dim)
@@ -253,7 +260,7 @@ def test_layers_tapped_and_layers_drafted_are_free_of_each_other():
     for layers, depth in itertools.product(((3,), (0, 1, 2, 3)), (1, 3)):
         drafter = make_drafter("vanilla", tgt, target_layer_ids=layers, num_draft_layers=depth)
         tokens = torch.tensor([text(9, 1)])
-        features, hidden = tgt.features(tokens, [9], layers)
+        features, _ = tgt.features(tokens, [9], layers)
         state = drafter.new_state(1, 20)
         drafter.observe(state, features[:, :5], tokens[:, 1:6], [5])
         proposal = drafter.propose(state, HOT, coins(1))
@@ -330,9 +337,7 @@ def test_anchors_stand_where_decoding_could(kind):
         anchors, real = drafter.anchors(batch, torch.tensor([1, 2, 3]) + seed)
         assert anchors.shape == real.shape == (3, 7) and real.dtype == torch.bool
         for b in range(3):
-            usable = {
-                t for t in range(T - 1) if mask[b, t] and mask[b, t + 1] and document[b, t] == document[b, t + 1]
-            }
+            usable = {t for t in range(T - 1) if mask[b, t] and mask[b, t + 1] and document[b, t] == document[b, t + 1]}
             chosen = anchors[b][real[b]].tolist()
             assert chosen == sorted(set(chosen)) and set(chosen) <= usable
             assert len(chosen) == min(7, len(usable))
@@ -365,7 +370,12 @@ def test_anchors_are_drawn_evenly():
 
     tgt = target()
     batch = make_batch(tgt, rows=1, length=13, loss_mask=torch.ones(1, 13, dtype=torch.bool))
-    batch = Batch(*(getattr(batch, n).expand(3000, *getattr(batch, n).shape[1:]) for n in ("tokens", "loss_mask", "features", "hidden")))
+    batch = Batch(
+        *(
+            getattr(batch, n).expand(3000, *getattr(batch, n).shape[1:])
+            for n in ("tokens", "loss_mask", "features", "hidden")
+        )
+    )
     anchors, real = make_drafter("dflash", tgt).anchors(batch, torch.arange(3000))
     assert real.all()
     assert chi_square_p(torch.bincount(anchors.flatten(), minlength=13)[:12], torch.ones(12)) > 1e-4
@@ -396,8 +406,8 @@ def test_propose_leaves_the_state_as_it_was(kind):
 
 @kinds
 def test_reset_rows_start_anew_and_leave_the_others_alone(kind):
-    """With some rows reset, the rest propose as before; a reset row that observes another text proposes as a fresh state
-    does, next to rows that were never reset."""
+    """With some rows reset, the rest propose as before; a reset row that observes another text proposes as a fresh
+    state does, next to rows that were never reset."""
     tgt = target()
     drafter = make_drafter(kind, tgt)
     want, state = decode(drafter, tgt, ROWS)
@@ -463,8 +473,8 @@ def test_state_of_a_row_at_full_length():
 
 @kinds
 def test_moving_a_drafter_leaves_the_target_alone(kind):
-    """to(bfloat16), half(), double(): the vocabulary keeps its dtype, storage and values; rotary frequencies stay float32
-    to the bit; a bfloat16 drafter proposes near what the float32 one does."""
+    """to(bfloat16), half(), double(): the vocabulary keeps its dtype, storage and values; rotary frequencies stay
+    float32 to the bit; a bfloat16 drafter proposes near what the float32 one does."""
     tgt = target()
     drafter = make_drafter(kind, tgt)
     exact = drafter.rotary.inv_freq.clone()

@@ -29,11 +29,13 @@ def same(a, b):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "kind, temperature", [*((k, 1.0) for k in [*KINDS, None]), ("dflash-masks", 0.0), ("rnn", 0.0), (None, 0.0)], ids=str
+    "kind, temperature",
+    [*((k, 1.0) for k in [*KINDS, None]), ("dflash-masks", 0.0), ("rnn", 0.0), (None, 0.0)],
+    ids=str,
 )
 def test_a_request_is_the_same_in_any_batch(kind, temperature, schedule):
-    """A ragged batch with refill equals one by one: tokens, rounds and finish, for 2, 3, 5 and 16 in flight, sampled and
-    greedy, with verify_all and threshold. Six prompts of different lengths, some of which stop early."""
+    """A ragged batch with refill equals one by one: tokens, rounds and finish, for 2, 3, 5 and 16 in flight, sampled
+    and greedy, with verify_all and threshold. Six prompts of different lengths, some of which stop early."""
     tgt = target()
     drafter = make_drafter(kind, tgt) if kind else None
     settings = dict(max_new_tokens=10, sampling=Sampling(temperature=temperature), stop_ids=range(0, V, 8))
@@ -42,7 +44,9 @@ def test_a_request_is_the_same_in_any_batch(kind, temperature, schedule):
         own = generate(tgt, drafter, [PROMPTS[i]], schedule=SCHEDULES[schedule](), seed=7 + i, **settings)
         assert same(own, [alone[i]])
     for concurrency in (2, 3, 5, None):
-        together = generate(tgt, drafter, PROMPTS, schedule=SCHEDULES[schedule](), seed=7, concurrency=concurrency, **settings)
+        together = generate(
+            tgt, drafter, PROMPTS, schedule=SCHEDULES[schedule](), seed=7, concurrency=concurrency, **settings
+        )
         assert same(alone, together), concurrency
     assert temperature == 0 or len({len(g.tokens) for g in alone}) > 2
 
@@ -59,7 +63,10 @@ def test_seeds_belong_to_requests():
     assert not same(one, generate(tgt, drafter, PROMPTS, seed=41, **settings))
     equal = generate(tgt, drafter, [PROMPTS[0]] * 3, seeds=[5, 5, -(2**60)], **settings)
     assert equal[0].tokens == equal[1].tokens != equal[2].tokens
-    assert same(generate(tgt, drafter, PROMPTS, seed=1, max_new_tokens=9), generate(tgt, drafter, PROMPTS, seed=2, max_new_tokens=9))
+    assert same(
+        generate(tgt, drafter, PROMPTS, seed=1, max_new_tokens=9),
+        generate(tgt, drafter, PROMPTS, seed=2, max_new_tokens=9),
+    )
 
 
 def test_global_random_state_is_neither_read_nor_changed():
@@ -93,11 +100,14 @@ def test_greedy_output_is_the_targets(kind):
         drafter = make_drafter(kind, tgt)
         for schedule in SCHEDULES.values():
             out = generate(tgt, drafter, PROMPTS, max_new_tokens=12, schedule=schedule(), concurrency=5)
-            assert [p + g.tokens for p, g in zip(PROMPTS, out)] == [t[: len(p) + 12] for p, t in zip(PROMPTS, texts(tgt))]
+            assert [p + g.tokens for p, g in zip(PROMPTS, out)] == [
+                t[: len(p) + 12] for p, t in zip(PROMPTS, texts(tgt))
+            ]
 
 
 def test_greedy_acceptance_is_agreement():
-    """The round records say what happened: accepted is how far the drafter's own greedy block agrees with the output."""
+    """The round records say what happened: accepted is how far the drafter's own greedy block agrees with the
+    output."""
     tgt = target()
     drafter = make_drafter("vanilla", tgt)
     (out,) = generate(tgt, drafter, [PROMPTS[1]], max_new_tokens=30)
@@ -185,8 +195,8 @@ VARIED = [25, 4, 14, 10, 1, 24, 10, 36]
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize("at", range(2 * G + 3))
 def test_a_stop_id_ends_the_answer_wherever_it_falls(at, drafted):
-    """As first token, at every slot of a block, as bonus, as residual: the answer ends with it, the token is kept, nothing
-    after it leaks, and rounds count what was kept. With an oracle and with a drafter that is always wrong."""
+    """As first token, at every slot of a block, as bonus, as residual: the answer ends with it, the token is kept,
+    nothing after it leaks, and rounds count what was kept. With an oracle and with a drafter that is always wrong."""
     tgt = target()
     (whole,) = generate(tgt, None, [VARIED], max_new_tokens=20)
     answer = whole.tokens
@@ -219,8 +229,8 @@ def test_several_stop_ids():
 @pytest.mark.parametrize("kind", [*KINDS, "oracle", None], ids=str)
 @pytest.mark.parametrize("budget", [1, 2, G - 1, G, G + 1, G + 2, 2 * G + 3])
 def test_budgets(kind, budget):
-    """Exactly max_new_tokens are written, whatever a round would commit; rounds are trimmed to what was kept; a budget of
-    one needs no round."""
+    """Exactly max_new_tokens are written, whatever a round would commit; rounds are trimmed to what was kept; a
+    budget of one needs no round."""
     tgt = target()
     known = texts(tgt)
     drafter = Planned(tgt, known, G) if kind == "oracle" else make_drafter(kind, tgt) if kind else None
@@ -239,7 +249,8 @@ def test_budgets(kind, budget):
 
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=str)
 def test_tau_is_tokens_after_the_first_a_round(kind):
-    """tau == (len(tokens) - 1) / rounds, so the token drawn from the prefill belongs to no round; NaN without a round."""
+    """tau == (len(tokens) - 1) / rounds, so the token drawn from the prefill belongs to no round; NaN without a
+    round."""
     tgt = target()
     drafter = make_drafter(kind, tgt) if kind else None
     for g in generate(tgt, drafter, PROMPTS, max_new_tokens=15, sampling=HOT, stop_ids=(4,)):
@@ -255,8 +266,8 @@ def test_tau_is_tokens_after_the_first_a_round(kind):
 
 
 def test_schedules_see_probabilities_and_room():
-    """A schedule gets confidence [B, G] in (0, 1], active [B] and room [B]; its lengths are what is verified, 0 too, and
-    rows that are done are inactive. What it says changes rounds, not greedy tokens."""
+    """A schedule gets confidence [B, G] in (0, 1], active [B] and room [B]; its lengths are what is verified, 0 too,
+    and rows that are done are inactive. What it says changes rounds, not greedy tokens."""
     tgt = target()
     drafter = make_drafter("vanilla", tgt)
     base = generate(tgt, None, PROMPTS, max_new_tokens=14)
@@ -270,7 +281,7 @@ def test_schedules_see_probabilities_and_room():
         def __call__(self, confidence, active, room):
             assert confidence.shape == (3, G) and active.shape == room.shape == (3,)
             assert active.dtype == torch.bool and active.any() and (room[active] >= 1).all()
-            assert (0 < confidence[active]).all() and (confidence <= 1).all()
+            assert (confidence[active] > 0).all() and (confidence <= 1).all()
             self.n += 1
             lengths = torch.tensor([(self.n + b) % (G + 1) for b in range(3)]).minimum(room) * active
             self.said += lengths[active].tolist()
@@ -287,12 +298,14 @@ def test_schedules_see_probabilities_and_room():
 
 
 def test_a_schedule_that_admits_nothing_is_plain_decoding():
-    """threshold(1) with an uncertain drafter verifies nothing: every round is (0, 0), the output is the baseline's, also
-    when sampled with the same seeds."""
+    """threshold(1) with an uncertain drafter verifies nothing: every round is (0, 0), the output is the baseline's,
+    also when sampled with the same seeds."""
     tgt = target()
     drafter = make_drafter("vanilla", tgt)
     for sampling in (Sampling(), HOT):
-        out = generate(tgt, drafter, PROMPTS, max_new_tokens=9, schedule=deepspec.threshold(1.0), sampling=sampling, seed=3)
+        out = generate(
+            tgt, drafter, PROMPTS, max_new_tokens=9, schedule=deepspec.threshold(1.0), sampling=sampling, seed=3
+        )
         assert same(out, generate(tgt, None, PROMPTS, max_new_tokens=9, sampling=sampling, seed=3))
         assert all(r == (0, 0) for g in out for r in g.rounds)
 
@@ -397,7 +410,8 @@ def test_prompts_up_to_the_last_position():
 
 
 def test_bfloat16_runs():
-    """A bfloat16 target and drafter decode; where the output departs from plain decoding the two best tokens were near."""
+    """A bfloat16 target and drafter decode; where the output departs from plain decoding the two best tokens were
+    near."""
     tgt = deepspec.Target(hf_model("qwen3").bfloat16())
     drafter = make_drafter("vanilla", tgt)
     spec, base = (generate(tgt, d, PROMPTS, max_new_tokens=20) for d in (drafter, None))

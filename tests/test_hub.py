@@ -21,10 +21,19 @@ BACKBONE = ["fc.weight", "hidden_norm.weight", "norm.weight"] + [
     f"layers.{n}.{name}.weight"
     for n in range(5)
     for name in (
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm",
-        "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
     )
-]  # fmt: skip
+]
 """The 58 tensors of a published five-layer DFlash checkpoint."""
 MARKOV = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
 CONFIDENCE = ["confidence_head.proj.weight", "confidence_head.proj.bias"]
@@ -84,9 +93,21 @@ def test_tensor_names_are_the_published_ones(kind, tmp_path):
     assert sorted(tensors) == sorted(BACKBONE + HEADS[kind])
     assert len(BACKBONE) == 58 and (kind != "vanilla" or len(tensors) == 62)
     D, Q, K, H, M, R = 32, 4, 2, 16, 48, 6
-    want = {"fc": (D, len(LAYERS) * D), "q_proj": (Q * H, D), "k_proj": (K * H, D), "v_proj": (K * H, D), "o_proj": (D, Q * H),
-            "q_norm": (H,), "k_norm": (H,), "gate_proj": (M, D), "up_proj": (M, D), "down_proj": (D, M),
-            "markov_w1": (V, R), "markov_w2": (V, R), "joint_proj": (3 * R, 2 * R + D)}  # fmt: skip
+    want = {
+        "fc": (D, len(LAYERS) * D),
+        "q_proj": (Q * H, D),
+        "k_proj": (K * H, D),
+        "v_proj": (K * H, D),
+        "o_proj": (D, Q * H),
+        "q_norm": (H,),
+        "k_norm": (H,),
+        "gate_proj": (M, D),
+        "up_proj": (M, D),
+        "down_proj": (D, M),
+        "markov_w1": (V, R),
+        "markov_w2": (V, R),
+        "joint_proj": (3 * R, 2 * R + D),
+    }
     for name, value in tensors.items():
         module = name.split(".")[-2]
         if name == "confidence_head.proj.weight":
@@ -102,8 +123,8 @@ def test_tensor_names_are_the_published_ones(kind, tmp_path):
 
 @kinds
 def test_config_serves_in_both_engines(kind, tmp_path):
-    """config.json holds every key that vLLM and SGLang read, with the right value, and none of the traps: rope twice and
-    alike, confidence keys explicit, sample_from_anchor at the top and never inside dflash_config."""
+    """config.json holds every key that vLLM and SGLang read, with the right value, and none of the traps: rope twice
+    and alike, confidence keys explicit, sample_from_anchor at the top and never inside dflash_config."""
     tgt = target()
     drafter = make_drafter(kind, tgt)
     drafter.save(tmp_path / "d")
@@ -111,15 +132,34 @@ def test_config_serves_in_both_engines(kind, tmp_path):
     c, spark = drafter.config, "dflash" not in kind
     from_anchor = "masks" not in kind
     want = dict(
-        model_type="qwen3", hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
-        rms_norm_eps=1e-6, vocab_size=V, max_position_embeddings=256, num_hidden_layers=2, layer_types=["full_attention"] * 2,
-        tie_word_embeddings=False, block_size=c.block_size, mask_token_id=MASK, target_layer_ids=list(LAYERS),
-        markov_rank=c.markov_rank if spark else 0, enable_confidence_head=spark and c.confidence_head,
-        confidence_head_with_markov=kind in ("vanilla", "gated", "rnn", "rnn-masks"), sample_from_anchor=from_anchor,
-        rope_theta=10000.0, rope_scaling=None, dtype="float32", torch_dtype="float32", hidden_act="silu", attention_bias=False,
+        model_type="qwen3",
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        vocab_size=V,
+        max_position_embeddings=256,
+        num_hidden_layers=2,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=False,
+        block_size=c.block_size,
+        mask_token_id=MASK,
+        target_layer_ids=list(LAYERS),
+        markov_rank=c.markov_rank if spark else 0,
+        enable_confidence_head=spark and c.confidence_head,
+        confidence_head_with_markov=kind in ("vanilla", "gated", "rnn", "rnn-masks"),
+        sample_from_anchor=from_anchor,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        dtype="float32",
+        torch_dtype="float32",
+        hidden_act="silu",
+        attention_bias=False,
         architectures=["Qwen3DSparkModel" if from_anchor else "DFlashDraftModel"],
         dflash_config=dict(mask_token_id=MASK, target_layer_ids=list(LAYERS), block_size=c.block_size),
-    )  # fmt: skip
+    )
     assert {k: raw.get(k, "absent") for k in want} == want
     assert raw["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert raw["markov_head_type"] == (c.markov_head_type if spark else "vanilla")
@@ -136,8 +176,8 @@ def test_config_counts_the_targets_layers(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_the_drafters_block_is_the_targets(family, tmp_path):
-    """Reading the saved config gives back the target's spec to the bit, llama3 rope scaling included, also where only the
-    older keys rope_theta and rope_scaling are left."""
+    """Reading the saved config gives back the target's spec to the bit, llama3 rope scaling included, also where only
+    the older keys rope_theta and rope_scaling are left."""
     tgt = target(family)
     make_drafter("dflash", tgt).save(tmp_path / "d")
     raw = json.loads((tmp_path / "d" / "config.json").read_text())
@@ -176,7 +216,14 @@ def test_zlab_checkpoints(tmp_path):
     tgt = target()
     make_drafter("dflash-masks", tgt).save(tmp_path / "d")
     nested = dict(block_size=5, mask_token_id=MASK, target_layer_ids=list(LAYERS))
-    edit(tmp_path / "d", block_size=None, mask_token_id=None, target_layer_ids=None, sample_from_anchor=None, dflash_config=nested)
+    edit(
+        tmp_path / "d",
+        block_size=None,
+        mask_token_id=None,
+        target_layer_ids=None,
+        sample_from_anchor=None,
+        dflash_config=nested,
+    )
     drafter = load_drafter(tmp_path / "d", tgt)
     assert isinstance(drafter.config, deepspec.DFlashConfig) and drafter.num_slots == 4
     edit(tmp_path / "d", dflash_config={**nested, "shift_label": True})
@@ -188,8 +235,8 @@ def test_zlab_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_checkpoints_load_with_copies_of_the_vocabulary(name, tmp_path):
-    """DeepSpec saves frozen copies of embedding and head: equal ones are dropped in silence, one that differs is warned of
-    by name and the target's own is used."""
+    """DeepSpec saves frozen copies of embedding and head: equal ones are dropped in silence, one that differs is
+    warned of by name and the target's own is used."""
     tgt = Target.load(str(HERE / name / "target"))
     folder = tmp_path / "d"
     shutil.copytree(HERE / name / "drafter", folder)
@@ -272,16 +319,23 @@ SPOILT = {
     "setting of another type": own_changed(markov_rank="six"),
 }
 NAMED = {
-    "missing tensor": "missing layers.1.mlp.up_proj.weight", "extra tensor": "layers.9.mlp.up_proj.weight",
-    "misshapen tensor": r"fc.weight is \[32, 5\], should be \[32, 64\]", "unsorted layers": "increasing",
-    "layer out of range": "layer 4", "mask out of range": str(V), "setting of a later version": "tree_width",
-    "no layers": "num_hidden_layers", "no block size": "block_size", "heads of words": "num_attention_heads",
-}  # fmt: skip
+    "missing tensor": "missing layers.1.mlp.up_proj.weight",
+    "extra tensor": "layers.9.mlp.up_proj.weight",
+    "misshapen tensor": r"fc.weight is \[32, 5\], should be \[32, 64\]",
+    "unsorted layers": "increasing",
+    "layer out of range": "layer 4",
+    "mask out of range": str(V),
+    "setting of a later version": "tree_width",
+    "no layers": "num_hidden_layers",
+    "no block size": "block_size",
+    "heads of words": "num_attention_heads",
+}
 
 
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_broken_drafter_is_one_clear_line(what, tmp_path):
-    """Whatever is wrong with the files, loading raises InputError of one line that names the directory and the fault."""
+    """Whatever is wrong with the files, loading raises InputError of one line that names the directory and the
+    fault."""
     tgt = target()
     make_drafter("vanilla", tgt).save(tmp_path / "d")
     SPOILT[what](tmp_path / "d")

@@ -42,7 +42,8 @@ def with_vocab(drafter: Drafter, vocab: Vocab) -> Drafter:
 
 
 def setting(tgt, drafter, *, documents=True, seed=0):
-    """A batch with packed documents and gaps in the mask, and hand-picked anchors: near the end, not real, too close."""
+    """A batch with packed documents and gaps in the mask, and hand-picked anchors: near the end, not real, too
+    close."""
     document = torch.tensor([[0] * 8 + [1] * 8, [0] * 11 + [2] * 3 + [-1] * 2]) if documents else None
     batch = make_batch(tgt, length=16, seed=seed, document=document)
     anchors = torch.tensor([[0, 1, 3, 4, 8, 14], [2, 5, 9, 11, 12, 0]])
@@ -86,7 +87,7 @@ def test_equals_its_twin(kind, reduce):
     for terms in TERMS.values():
         confidence = 0.8 if drafter.has_confidence and len(terms) % 2 else 0.0
         config = LossConfig(**terms, confidence=confidence, slot_decay=0.8, reduce=reduce, chunk=5)
-        ours, metrics, _, mask = compare(drafter, config, *setting(tgt, drafter))
+        ours, _, _, mask = compare(drafter, config, *setting(tgt, drafter))
         assert mask.sum() > 15 and not mask.all()
         assert all(g.isfinite().all() for g in ours.values())
         moved = [n for n, g in ours.items() if g.any()]
@@ -97,7 +98,8 @@ def test_equals_its_twin(kind, reduce):
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_equals_its_twin_with_and_without_a_cap(terms, softcap):
-    """The same with soft-capped logits: the cap is on base logits only, of drafter and teacher, before the Markov head."""
+    """The same with soft-capped logits: the cap is on base logits only, of drafter and teacher, before the Markov
+    head."""
     tgt = target()
     drafter = with_vocab(make_drafter("gated", tgt), capped(tgt, softcap))
     config = LossConfig(**TERMS[terms], confidence=1.0, slot_decay=0.7, chunk=3)
@@ -116,22 +118,33 @@ def test_chunks_change_nothing(kind):
         batch, anchors, real = setting(tgt, drafter)
         loss, weight, metrics = Objective(drafter, config)(batch, anchors=(anchors, real))
         loss.backward()
-        results.append([loss.detach(), weight, *(x for pair in metrics.values() for x in pair), *gradients(drafter).values()])
+        results.append(
+            [loss.detach(), weight, *(x for pair in metrics.values() for x in pair), *gradients(drafter).values()]
+        )
     for other in results[1:]:
         for a, b in zip(results[0], other):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_which_slots_are_supervised():
-    """A slot counts while the token it predicts, and every one before it in the block, is supervised, inside the row and
-    in the anchor's document: found by which labels move a cross-entropy loss."""
+    """A slot counts while the token it predicts, and every one before it in the block, is supervised, inside the row
+    and in the anchor's document: found by which labels move a cross-entropy loss."""
     tgt = target()
     drafter = make_drafter("dflash", tgt)
     mask = torch.ones(1, 12, dtype=torch.bool)
     mask[0, 6] = False
     batch = make_batch(tgt, rows=1, length=12, loss_mask=mask, document=torch.tensor([[0] * 10 + [1] * 2]))
     config = LossConfig(ce=1.0)
-    for anchor, predicted in ((1, {2, 3, 4, 5}), (3, {4, 5}), (5, set()), (6, {7, 8, 9}), (8, {9}), (9, set()), (10, {11}), (11, set())):
+    for anchor, predicted in (
+        (1, {2, 3, 4, 5}),
+        (3, {4, 5}),
+        (5, set()),
+        (6, {7, 8, 9}),
+        (8, {9}),
+        (9, set()),
+        (10, {11}),
+        (11, set()),
+    ):
         pick = (torch.tensor([[anchor]]), torch.tensor([[True]]))
         with torch.no_grad():
             base, weight, _ = Objective(drafter, config)(batch, anchors=pick)
@@ -171,7 +184,9 @@ def test_slot_weights_and_documents():
     _, _, _, mask = naive_objective(drafter, LossConfig(ce=1.0), batch, anchors, real)
     weight = Objective(drafter, LossConfig(ce=1.0, slot_decay=0.5))(batch, anchors=(anchors, real))[1]
     assert abs(weight - (mask * 0.5 ** torch.arange(G)).sum()) < 1e-5
-    weight = Objective(drafter, LossConfig(ce=1.0, slot_decay=0.5, reduce="document"))(batch, anchors=(anchors, real))[1]
+    weight = Objective(drafter, LossConfig(ce=1.0, slot_decay=0.5, reduce="document"))(batch, anchors=(anchors, real))[
+        1
+    ]
     ids = batch.document.gather(1, anchors)
     assert weight == len({(b, int(d)) for b in (0, 1) for d, m in zip(ids[b], mask[b].any(-1)) if m}) >= 3
 
@@ -290,7 +305,14 @@ def near_equal(agreement: float, dtype):
     vocab = Vocab(torch.zeros(n_v, D), torch.randn(n_v, D) * 0.25)
     teacher = torch.randn(N, D)
     h = teacher + torch.randn(N, D) * (1 - agreement)
-    return h.to(dtype).float(), teacher.to(dtype).float(), vocab, torch.arange(N), torch.randint(0, n_v, (N,)), torch.rand(N)
+    return (
+        h.to(dtype).float(),
+        teacher.to(dtype).float(),
+        vocab,
+        torch.arange(N),
+        torch.randint(0, n_v, (N,)),
+        torch.rand(N),
+    )
 
 
 @pytest.mark.parametrize("terms", ["kl", "tv", "ce+tv"], ids=str)
@@ -318,8 +340,8 @@ def test_bfloat16_autocast_keeps_the_gradient(terms):
 
 
 def test_losses_are_float32_under_autocast():
-    """Under bfloat16 autocast loss, weight and metrics are float32, gradients come in the weights' float32, and the loss
-    is near the float32 one."""
+    """Under bfloat16 autocast loss, weight and metrics are float32, gradients come in the weights' float32, and the
+    loss is near the float32 one."""
     tgt = target()
     drafter = make_drafter("vanilla", tgt)
     config = LossConfig(ce=0.1, tv=0.9, confidence=1.0)
@@ -358,7 +380,9 @@ def test_the_teacher_is_formed_once_per_position():
         batch = make_batch(tgt, rows=2, length=20, loss_mask=torch.ones(2, 20, dtype=torch.bool))
         anchors = torch.arange(0, 14).expand(2, -1)  # every position is seen by up to G blocks
         vocab.count = 0
-        _, weight, _ = Objective(drafter, LossConfig(kl=1.0, chunk=chunk))(batch, anchors=(anchors, torch.ones_like(anchors).bool()))
+        _, weight, _ = Objective(drafter, LossConfig(kl=1.0, chunk=chunk))(
+            batch, anchors=(anchors, torch.ones_like(anchors).bool())
+        )
         assert weight == 2 * 14 * G and vocab.count == 2 * (14 + G - 1)
 
 
@@ -389,11 +413,25 @@ def test_no_slots_by_vocabulary_is_made():
     torch.manual_seed(0)
     N, D, R, n_v, C = 480, 8, 4, 4000, 16
     vocab = Vocab(torch.randn(n_v, D), torch.randn(n_v, D))
-    h, r, w2 = torch.randn(N, D).requires_grad_(), torch.randn(N, R).requires_grad_(), torch.randn(n_v, R).requires_grad_()
+    h, r, w2 = (
+        torch.randn(N, D).requires_grad_(),
+        torch.randn(N, R).requires_grad_(),
+        torch.randn(n_v, R).requires_grad_(),
+    )
     place, label = torch.arange(N) // 3, torch.randint(0, n_v, (N,))
     saved = []
     with Peak(4 * n_v) as peak, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        loss = divergence(h, r, w2, vocab, torch.randn(N // 3, D), place, label, torch.ones(N), LossConfig(ce=1.0, kl=0.5, tv=0.5, chunk=C))[0]
+        loss = divergence(
+            h,
+            r,
+            w2,
+            vocab,
+            torch.randn(N // 3, D),
+            place,
+            label,
+            torch.ones(N),
+            LossConfig(ce=1.0, kl=0.5, tv=0.5, chunk=C),
+        )[0]
         loss.backward()
     assert peak.largest <= 4 * n_v * C  # one chunk
     assert sum(x.numel() for x in saved) < N * n_v / 50
@@ -442,8 +480,8 @@ def test_no_gradient_is_formed_where_none_is_wanted():
 
 
 def test_the_vocabulary_stays_frozen():
-    """After steps of an optimiser over the module's own parameters, embedding and head are bit-equal, without a gradient,
-    and not in the optimiser; everything else has moved."""
+    """After steps of an optimiser over the module's own parameters, embedding and head are bit-equal, without a
+    gradient, and not in the optimiser; everything else has moved."""
     tgt = target()
     drafter = make_drafter("rnn", tgt)
     objective = Objective(drafter, LossConfig(ce=0.2, tv=0.8, confidence=1.0))
@@ -499,8 +537,8 @@ DDP_LOSS = LossConfig(ce=0.2, tv=0.8, confidence=1.0, slot_decay=0.8, chunk=4)
 
 
 def test_two_processes_are_one(tmp_path):
-    """Under DistributedDataParallel with rows of unequal weight, every parameter's gradient, the heads' included, is that
-    of the joint batch in one process, on both ranks."""
+    """Under DistributedDataParallel with rows of unequal weight, every parameter's gradient, the heads' included, is
+    that of the joint batch in one process, on both ranks."""
     import socket
 
     with socket.socket() as s:

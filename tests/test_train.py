@@ -4,6 +4,7 @@ Everything runs on a tiny target and token rows, through `fit`.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import V, hf_model, token_rows, write_jsonl, write_run
+from helpers import V, hf_model, write_run
 from safetensors.torch import load_file
 
 import deepspec
@@ -72,19 +73,23 @@ def test_reports_say_what_happened(straight):
 
 
 def test_a_run_is_deterministic(file, straight, tmp_path):
-    """The same config again: bit-equal weights and equal metrics, whatever the global random state; another seed differs."""
+    """The same config again: bit-equal weights and equal metrics, whatever the global random state; another seed
+    differs."""
     torch.manual_seed(77)
+    last = None
     for report in fit(config(file, tmp_path / "again")):
         torch.rand(3)
-    assert same(weights(report.drafter), straight[2]) and rows_of(tmp_path / "again") == rows_of(straight[0])
+        last = report.drafter
+    assert same(weights(last), straight[2]) and rows_of(tmp_path / "again") == rows_of(straight[0])
     for report in fit(config(file, tmp_path / "other", "seed=4", "train.max_steps=1")):
         assert report.metrics["loss"] != straight[1][0][2]["loss"]
 
 
 @pytest.mark.parametrize("stops", [(2,), (1, 4), (5,), (3, 3)], ids=str)
 def test_interrupted_is_uninterrupted(file, straight, stops, tmp_path):
-    """N straight steps equal k steps, closing, and going on from what is on disk, however often: bit-equal weights and
-    optimiser state, the same learning rates, one metrics row a step. The global random state differs between the parts."""
+    """N straight steps equal k steps, closing, and going on from what is on disk, however often: bit-equal weights
+    and optimiser state, the same learning rates, one metrics row a step. The global random state differs between the
+    parts."""
     out, reports = tmp_path / "out", []
     for part, stop in enumerate((*stops, None)):
         torch.manual_seed(part)
@@ -101,7 +106,9 @@ def test_interrupted_is_uninterrupted(file, straight, stops, tmp_path):
     ours, theirs = (load_file(folder / name / "optimizer.state") for folder in (out, straight[0]))
     assert same(ours, theirs) and len(ours) == 3 * len(straight[2])
     assert {t.dtype for t in ours.values()} == {torch.float32}
-    assert same(load_file(out / "drafter" / "model.safetensors"), load_file(straight[0] / "drafter" / "model.safetensors"))
+    assert same(
+        load_file(out / "drafter" / "model.safetensors"), load_file(straight[0] / "drafter" / "model.safetensors")
+    )
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(file, straight, tmp_path):
@@ -175,11 +182,13 @@ def test_the_last_report_comes_after_the_drafter_is_written(file, tmp_path):
 
 
 def test_checkpoints_come_when_told_and_the_last_is_always_saved(file, tmp_path):
-    """save_every counts optimiser steps, whatever the micro-batches; the last step is saved though it is no multiple; only
-    keep_last stay; each checkpoint is itself a drafter."""
+    """save_every counts optimiser steps, whatever the micro-batches; the last step is saved though it is no multiple;
+    only keep_last stay; each checkpoint is itself a drafter."""
     out = tmp_path / "out"
     seen = []
-    for _ in fit(config(file, out, "train.save_every=2", "train.keep_last=9", "train.max_steps=5", "train.micro_batch=1")):
+    for _ in fit(
+        config(file, out, "train.save_every=2", "train.keep_last=9", "train.max_steps=5", "train.micro_batch=1")
+    ):
         seen.append([p.name for p in checkpoint.found(out)])
     names = [f"step-{n:07d}" for n in (2, 4, 5)]
     assert seen == [[], names[:1], names[:1], names[:2], names]
@@ -250,8 +259,24 @@ def test_accumulation_changes_nothing(file, reduce, tmp_path):
     """micro_batch 1, 2 and 4 of a batch of 4: the same losses and weights to 1e-5, for both reductions."""
     results = []
     for micro in (1, 2, 4):
-        reports = list(fit(config(file, tmp_path / str(micro), f"train.micro_batch={micro}", f"loss.reduce={reduce}", "train.max_steps=4")))
-        results.append(([r.metrics["loss"] for r in reports], [r.metrics["grad_norm"] for r in reports], weights(reports[-1].drafter)))
+        reports = list(
+            fit(
+                config(
+                    file,
+                    tmp_path / str(micro),
+                    f"train.micro_batch={micro}",
+                    f"loss.reduce={reduce}",
+                    "train.max_steps=4",
+                )
+            )
+        )
+        results.append(
+            (
+                [r.metrics["loss"] for r in reports],
+                [r.metrics["grad_norm"] for r in reports],
+                weights(reports[-1].drafter),
+            )
+        )
     for losses, norms, last in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-5) and norms == pytest.approx(results[0][1], rel=1e-4)
         for name, value in last.items():
@@ -282,27 +307,29 @@ def test_frozen_tensors_stay_and_all_others_move(file, tmp_path):
     assert {p.dtype for p in report.drafter.parameters()} == {torch.float32}
     optimizer = optim.build(report.drafter, deepspec.TrainConfig())
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in held} == {id(p) for p in report.drafter.parameters()} and len(held) == len(set(map(id, held)))
+    assert {id(p) for p in held} == {id(p) for p in report.drafter.parameters()} and len(held) == len(
+        set(map(id, held))
+    )
     assert {p.dim() for p in optimizer.param_groups[1]["params"]} == {1}
 
 
 def test_norms_move_under_small_steps(tmp_path, file):
     """Weights live in float32: 20 steps of lr 6e-4 under bf16 autocast move a norm weight off 1.0, by less than a
     bfloat16 step at 1 each."""
-    run = fit(config(file, tmp_path / "out", "train.precision=bf16", "train.lr=6e-4", "train.max_steps=20", "train.batch_size=2"))
-    for report in run:
-        pass
+    small = ("train.precision=bf16", "train.lr=6e-4", "train.max_steps=20", "train.batch_size=2")
+    *_, report = fit(config(file, tmp_path / "out", *small))
     for name, p in report.drafter.named_parameters():
         if "norm" in name:
             assert (p != 1).all() and (p - 1).abs().max() < 0.02, name
 
 
 def test_learning_rate(file, straight):
-    """Warm-up from above 0 to lr, then a cosine to nearly 0; a pure function of the step, so a resumed run has the same."""
+    """Warm-up from above 0 to lr, then a cosine to nearly 0; a pure function of the step, so a resumed run has the
+    same."""
     train = deepspec.TrainConfig(lr=1.0, warmup=0.2)
     rates = [optim.learning_rate(s, 50, train) for s in range(50)]
     assert rates[:10] == pytest.approx([(s + 1) / 10 for s in range(10)])
-    assert rates[10] == 1 and all(a > b for a, b in zip(rates[10:], rates[11:])) and 0 < rates[-1] < 0.01
+    assert rates[10] == 1 and all(a > b for a, b in itertools.pairwise(rates[10:])) and 0 < rates[-1] < 0.01
     assert optim.learning_rate(0, 5, deepspec.TrainConfig(lr=2.0, warmup=0)) == 2.0
     assert [lr for _, lr, _ in straight[1]] == [optim.learning_rate(s, 6, config(file, "x").train) for s in range(6)]
 
@@ -331,7 +358,9 @@ def test_epochs_and_steps(file, tmp_path):
 def test_rows_without_an_anchor_are_harmless(tmp_path):
     """A step whose rows have no usable anchor (supervised tokens apart from each other are impossible here, so: answers
     cut to fewer than two by max_length are dropped) never divides by zero."""
-    file = write_run(tmp_path, rows=[{"prompt_ids": [1] * 9, "answer_ids": [2] * 12}, {"prompt_ids": [1], "answer_ids": [2] * 4}])
+    file = write_run(
+        tmp_path, rows=[{"prompt_ids": [1] * 9, "answer_ids": [2] * 12}, {"prompt_ids": [1], "answer_ids": [2] * 4}]
+    )
     for report in fit(load_config(file, "data.max_length=13", "train.max_steps=2")):
         assert all(math.isfinite(x) for x in report.metrics.values())
         assert all(p.isfinite().all() for p in report.drafter.parameters())
@@ -353,10 +382,18 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "dflash-masks"])
 def test_what_is_overfit_is_accepted(kind, written, tmp_path):
-    """Overfit one sequence that the target wrote, then decode it: at least 0.9 of the drafts are accepted at every slot,
-    as training said; the same weights read with the other slot convention fall below 0.3."""
+    """Overfit one sequence that the target wrote, then decode it: at least 0.9 of the drafts are accepted at every
+    slot, as training said; the same weights read with the other slot convention fall below 0.3."""
     folder, tgt, prompt, tokens = written
-    base = load_config(folder / "run.py", f"out={tmp_path / 'out'}", "train.max_steps=150", "train.epochs=1000", "train.lr=1e-2", "train.batch_size=1", "train.micro_batch=1")  # fmt: skip
+    base = load_config(
+        folder / "run.py",
+        f"out={tmp_path / 'out'}",
+        "train.max_steps=150",
+        "train.epochs=1000",
+        "train.lr=1e-2",
+        "train.batch_size=1",
+        "train.micro_batch=1",
+    )
     common = dict(target_layer_ids=(0, 2), num_draft_layers=1, mask_token_id=V - 1, num_anchors=32)
     drafter = {
         "dspark": lambda: deepspec.DSparkConfig(block_size=4, markov_rank=4, **common),
@@ -364,8 +401,7 @@ def test_what_is_overfit_is_accepted(kind, written, tmp_path):
         "dflash-masks": lambda: deepspec.DFlashConfig(block_size=5, sample_from_anchor=False, **common),
     }[kind]()
     loss = deepspec.LossConfig(ce=1.0, confidence=1.0 if kind == "dspark" else 0.0)
-    for report in fit(dataclasses.replace(base, drafter=drafter, loss=loss)):
-        pass
+    *_, report = fit(dataclasses.replace(base, drafter=drafter, loss=loss))
 
     def rates(folder) -> list[float]:
         (g,) = generate(tgt, load_drafter(folder, tgt), [prompt], max_new_tokens=len(tokens))
