@@ -30,6 +30,19 @@ def writable_dir(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
+def tentative(path: Path) -> Iterator[None]:
+    """Directories that were made on the way to `path` vanish again on failure, where nothing was put into them."""
+    made = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        yield
+    except BaseException:
+        for p in made:
+            with contextlib.suppress(OSError):
+                p.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def whole_dir(path: Path) -> Iterator[Path]:
     """A temporary sibling directory that becomes `path` on success and vanishes on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)

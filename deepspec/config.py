@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import difflib
+import math
 import runpy
+import traceback
 import types
 import typing
 from dataclasses import dataclass, field
@@ -36,7 +38,8 @@ class LossConfig(Checked):
         super().__post_init__()
         require(max(self.ce, self.kl, self.tv) > 0, "one of loss.ce, loss.kl, loss.tv must be > 0")
         for name in ("ce", "kl", "tv", "confidence"):
-            require(getattr(self, name) >= 0, f"loss.{name} must be >= 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"loss.{name} must be >= 0 and finite, got {value}")
         require(0 < self.slot_decay <= 1, f"loss.slot_decay must be in (0, 1], got {self.slot_decay}")
         require(self.chunk >= 1, f"loss.chunk must be >= 1, got {self.chunk}")
 
@@ -96,7 +99,8 @@ class TrainConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr > 0, f"train.lr must be > 0, got {self.lr}")
+        require(0 < self.lr < math.inf, f"train.lr must be > 0 and finite, got {self.lr}")
+        require(0 <= self.weight_decay < math.inf, f"train.weight_decay must be >= 0, got {self.weight_decay}")
         require(0 <= self.warmup < 1, f"train.warmup must be in [0, 1), got {self.warmup}")
         for name in ("epochs", "batch_size", "micro_batch", "log_every", "save_every", "keep_last"):
             require(getattr(self, name) >= 1, f"train.{name} must be >= 1, got {getattr(self, name)}")
@@ -127,6 +131,13 @@ class Config(Checked):
     """The run directory."""
     seed: int = 42
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.loss.confidence == 0 or self.drafter.has_confidence,
+            f"loss.confidence is {self.loss.confidence:g}, but the drafter has no confidence head: set it to 0",
+        )
+
 
 def load_config(path: str | Path, *overrides: str) -> Config:
     """Read `config` from a Python file, then apply overrides such as 'train.lr=1e-4'.
@@ -144,14 +155,19 @@ def load_config(path: str | Path, *overrides: str) -> Config:
         raise ConfigError(f"{path}: {_unknown_keyword(str(error))}") from None
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:  # the file is the user's code: a wrong name, a missing module
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{path}, line {lines[-1] if lines else '?'}: {what}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"{path} must define `config = deepspec.Config(...)`, found {type(config).__name__}")
+    changes = []
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise ConfigError(f"override {override!r} must look like dotted.key=value")
-        config = _replace(config, key.strip().split("."), text.strip(), key)
-    return config
+        changes.append((key.strip().split("."), text.strip(), key.strip()))
+    return _replace(config, changes)
 
 
 def as_dict(value: Any) -> Any:
@@ -179,37 +195,42 @@ def _subclasses(kind: type) -> list[type]:
 
 
 def _hint(name: str, fields: list[str]) -> str:
-    close = difflib.get_close_matches(name, fields, n=1)
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)  # Ir and lr share one letter of two
     return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(sorted(fields)) or 'no keys'}"
 
 
-def _replace(node: Any, path: list[str], text: str, key: str) -> Any:
-    name, *rest = path
+def _replace(node: Any, changes: list[tuple[list[str], str, str]]) -> Any:
+    """`node` with all changes (path, text, whole key) made at once, for some settings fit only together."""
     fields = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
-    if name not in fields:
-        raise ConfigError(f"no config key {key!r}: {type(node).__name__} has no {name!r}; {_hint(name, fields)}")
-    old = getattr(node, name)
-    kind = typing.get_type_hints(type(node))[name]
-    if rest:
-        new = _replace(old, rest, text, key)
-    elif dataclasses.is_dataclass(old):
-        raise ConfigError(
-            f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=..."
-        )
-    else:
-        new = parse(text, kind, key)
-    return dataclasses.replace(node, **{name: new})
+    new: dict[str, Any] = {}
+    deeper: dict[str, list[tuple[list[str], str, str]]] = {}
+    for (name, *rest), text, key in changes:
+        if name not in fields:
+            raise ConfigError(f"no config key {key!r}: {type(node).__name__} has no {name!r}; {_hint(name, fields)}")
+        old = getattr(node, name)
+        if rest:
+            deeper.setdefault(name, []).append((rest, text, key))
+        elif dataclasses.is_dataclass(old):
+            raise ConfigError(
+                f"{key} is a section; set one of its keys, such as {key}.{dataclasses.fields(old)[0].name}=..."
+            )
+        else:
+            new[name] = parse(text, typing.get_type_hints(type(node))[name], key)
+    new |= {name: _replace(getattr(node, name), part) for name, part in deeper.items()}
+    return dataclasses.replace(node, **new)
 
 
 def parse(text: str, kind: Any, key: str) -> Any:
     """Read `text` as a value of type `kind`; ConfigError names `key`. Text that is no Python literal is a string."""
     if kind in (str, Path):
         return kind(text)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType) and str in typing.get_args(kind):  # a revision may be all digits
+        return None if text.lower() == "none" else text
     try:
         value = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         value = text
-    origin = typing.get_origin(kind)
     if origin is tuple and not isinstance(value, tuple | list):
         value = tuple(text.split(",")) if typing.get_args(kind)[0] is str else (value,)
     if origin in (typing.Union, types.UnionType) and isinstance(value, str) and value.lower() == "none":

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,9 @@ def make_drafter(kind: str, tgt: Target, *, seed: int = 1, **changes) -> Drafter
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
-def make_batch(tgt: Target, *, rows: int = 2, length: int = 14, seed: int = 0, layers: int = len(LAYERS), **extra) -> Batch:
+def make_batch(
+    tgt: Target, *, rows: int = 2, length: int = 14, seed: int = 0, layers: int = len(LAYERS), **extra
+) -> Batch:
     """Random tokens and random target states; all supervised but the first tokens of each row."""
     g = torch.Generator().manual_seed(seed)
     D = tgt.spec.dim
@@ -247,3 +250,51 @@ def changed(tensor: Tensor, index, by: float = 1.0):
 
 def clone(module):
     return copy.deepcopy(module)
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(path, records) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(path)
+
+
+def token_rows(n: int, *, length: int = 20, seed: int = 0) -> list[dict]:
+    """n token rows of different lengths, mostly answer."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda k: torch.randint(0, V - 1, (k,), generator=g).tolist()  # noqa: E731
+    return [{"prompt_ids": draw(2 + i % 3), "answer_ids": draw(length - i % 5)} for i in range(n)]
+
+
+CONFIG = """
+import deepspec
+
+config = deepspec.Config(
+    target={target!r},
+    drafter=deepspec.DSparkConfig(
+        block_size=4, target_layer_ids=(0, 2), num_draft_layers=1, mask_token_id=39, num_anchors=6, markov_rank=4
+    ),
+    loss=deepspec.LossConfig(ce=0.1, tv=0.9, confidence=1.0, slot_decay=0.8, chunk=32),
+    data=deepspec.DataConfig(path={data!r}, min_supervised=4),
+    train=deepspec.TrainConfig(
+        lr=3e-3, max_steps=6, batch_size=4, micro_batch=2, log_every=1, save_every=100, precision="fp32", device="cpu"
+    ),
+    out={out!r},
+    seed=3,
+)
+"""
+
+
+def write_run(folder, *, rows=None, family: str = "qwen3", **changes):
+    """A saved target, token rows and a config file in `folder`; returns the config file."""
+    import contextlib as c
+    import io
+
+    if not (folder / "target").exists():
+        with c.redirect_stderr(io.StringIO()):  # a progress bar
+            hf_model(family, **changes).save_pretrained(folder / "target")
+    data = write_jsonl(folder / "rows.jsonl", token_rows(10) if rows is None else rows)
+    file = folder / "run.py"
+    file.write_text(CONFIG.format(target=str(folder / "target"), data=(data,), out=str(folder / "out")))
+    return file

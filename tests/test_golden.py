@@ -49,7 +49,9 @@ def test_settings_are_read_from_the_checkpoint(case):
 def test_target_reproduces_features_and_hidden(case):
     """features and hidden of our target are the reference's target_hidden_states and target_last_hidden_states; with
     attention_mask giving each row's length."""
-    counts = case.inputs["attention_mask"].sum(1) if "attention_mask" in case.inputs else [case.batch.tokens.shape[1]] * 2
+    counts = (
+        case.inputs["attention_mask"].sum(1) if "attention_mask" in case.inputs else [case.batch.tokens.shape[1]] * 2
+    )
     features, hidden = case.target.features(case.batch.tokens, counts, case.drafter.config.target_layer_ids)
     real = torch.arange(features.shape[1]) < torch.as_tensor(counts)[:, None]
     torch.testing.assert_close(features[real], case.batch.features[real], atol=1e-5, rtol=1e-5)
@@ -70,7 +72,9 @@ def test_logits_and_confidence(case):
 
 def objective(case, **changes):
     loss = case.meta["loss"]
-    weights = dict(ce=loss["ce"], tv=loss["tv_l1"], confidence=loss["confidence"] if case.drafter.has_confidence else 0.0)
+    weights = dict(
+        ce=loss["ce"], tv=loss["tv_l1"], confidence=loss["confidence"] if case.drafter.has_confidence else 0.0
+    )
     decay = math.exp(-1 / loss["decay_gamma"])
     config = deepspec.LossConfig(**{**weights, "slot_decay": decay, "chunk": 4, **changes})
     total, weight, metrics = deepspec.Objective(case.drafter, config)(case.batch, anchors=(case.anchors, case.real))

@@ -40,7 +40,9 @@ def reference(logits: list[float], s: Sampling) -> list[float]:
     return p
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [*itertools.product((0, 1, 3, 50), (1.0, 0.9, 0.4, 1e-6), (0.0, 0.2, 1.0))])
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p", [*itertools.product((0, 1, 3, 50), (1.0, 0.9, 0.4, 1e-6), (0.0, 0.2, 1.0))]
+)
 def test_filters_equal_their_definition(top_k, top_p, min_p):
     """probs == brute force for every combination of filters, at several temperatures; mass is 1."""
     logits = torch.randn(20, 11, generator=torch.Generator().manual_seed(top_k)) * 2
@@ -80,7 +82,16 @@ def test_low_temperature_approaches_greedy_and_stays_finite():
 
 @pytest.mark.parametrize(
     "bad",
-    [dict(temperature=-0.1), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.1), dict(min_p=-0.1), dict(min_p=1.5), dict(temperature="hot"), dict(top_k=1.5)],
+    [
+        dict(temperature=-0.1),
+        dict(top_k=-1),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(min_p=-0.1),
+        dict(min_p=1.5),
+        dict(temperature="hot"),
+        dict(top_k=1.5),
+    ],
     ids=str,
 )
 def test_nonsense_is_refused(bad):
@@ -152,7 +163,7 @@ def test_uniforms_are_pinned():
 def test_uniforms_lie_strictly_inside_the_unit_interval():
     """0 < u < 1, and u * total < total for float32 totals of every size: no draw can run off the end."""
     u = uniforms(torch.arange(2000)[:, None], torch.arange(500), TARGET)
-    assert 0 < u.min() and u.max() < 1
+    assert u.min() > 0 and u.max() < 1
     largest = torch.tensor(1 - 2.0**-49, dtype=torch.float64)
     for total in (1.0, 0.9999999, 1e-30, 3e20):
         assert largest * total < total
@@ -181,7 +192,9 @@ def test_streams_are_uncorrelated():
     grids = {s: uniforms(seeds, places, s) for s in STREAMS}
     pairs = [(grids[a], grids[b]) for a, b in itertools.combinations(STREAMS, 2)]
     # a proposal at p is judged by the coin at p; the token after a refusal is drawn with the anchor's
-    pairs += [(grids[s][:, 1:], grids[s][:, :-1]) for s in STREAMS[:3]] + [(grids[s][1:], grids[s][:-1]) for s in STREAMS[:3]]
+    pairs += [(grids[s][:, 1:], grids[s][:, :-1]) for s in STREAMS[:3]] + [
+        (grids[s][1:], grids[s][:-1]) for s in STREAMS[:3]
+    ]
     for a, b in pairs:
         cells = (a * 16).long() * 16 + (b * 16).long()
         assert chi_square_p(torch.bincount(cells.flatten(), minlength=256), torch.ones(256)) > 1e-4

@@ -3,6 +3,8 @@
 Letters: B rows, G slots.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -79,7 +81,7 @@ def test_raising_the_threshold_never_admits_more():
     """Lengths fall as the threshold rises."""
     for confidence, active, room, _ in cases(30):
         lengths = [deepspec.threshold(t)(confidence, active, room) for t in (0.0, 0.2, 0.5, 0.9, 1.0)]
-        assert all((a >= b).all() for a, b in zip(lengths, lengths[1:]))
+        assert all((a >= b).all() for a, b in itertools.pairwise(lengths))
 
 
 @pytest.mark.parametrize("name", MAKERS)

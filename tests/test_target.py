@@ -50,8 +50,9 @@ def padded(rows: list[list[int]], junk: int = 0) -> torch.Tensor:
 
 @families
 def test_ragged_session_equals_transformers(family):
-    """One pass over rows of different lengths, one of them empty: features (hidden_states[id + 1]), hidden and logits of
-    every real position equal a fresh model's, row by row; junk in the padding changes nothing. Longer than the window."""
+    """One pass over rows of different lengths, one of them empty: features (hidden_states[id + 1]), hidden and logits
+    of every real position equal a fresh model's, row by row; junk in the padding changes nothing. Longer than the
+    window."""
     rows = [text(n, n) for n in (11, 1, 17, 0, 5)]
     for junk in (0, V - 1):
         scored = target(family).open(5, 32, LAYERS).score(padded(rows, junk), [len(r) for r in rows])
@@ -96,8 +97,8 @@ def test_long_random_walk_of_appends_and_rewinds(family):
 
 @families
 def test_chunked_prefill_equals_one_piece(family, monkeypatch):
-    """A prefill cut into chunks of a few tokens, into a cache that already holds some: the same features, hidden, logits,
-    and the same continuation, whatever the chunk."""
+    """A prefill cut into chunks of a few tokens, into a cache that already holds some: the same features, hidden,
+    logits, and the same continuation, whatever the chunk."""
     rows, more = [text(13, 1), text(4, 2), text(9, 3)], [text(2, 4), text(3, 5), text(1, 6)]
     results = []
     for chunk in (4096, 12, 6, 1):
@@ -139,7 +140,9 @@ def test_features_of_whole_rows_equal_the_sessions(family):
 def test_the_last_layer_is_tapped_before_the_final_norm(family):
     """A tapped layer is that layer's output, also for the last layer, whose output transformers does not list."""
     model, seen = untouched(family), []
-    handle = model.model.layers[3].register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    handle = model.model.layers[3].register_forward_hook(
+        lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
     tokens = text(9, 4)
     with torch.no_grad():
         model(torch.tensor([tokens]))
@@ -150,7 +153,8 @@ def test_the_last_layer_is_tapped_before_the_final_norm(family):
 
 @families
 def test_head_of_hidden_is_the_models_logits(family):
-    """vocab.logits(hidden) equals the model's logits: no norm missing, none twice; vocab.embed is its input embedding."""
+    """vocab.logits(hidden) equals the model's logits: no norm missing, none twice; vocab.embed is its input
+    embedding."""
     tokens = text(12, 5)
     _, hidden = target(family).features(torch.tensor([tokens]), [12], ())
     torch.testing.assert_close(target(family).vocab.logits(hidden)[0], theirs(family, tokens)[2], **CLOSE)
@@ -184,7 +188,9 @@ def test_the_users_own_calls_are_untouched(family):
             real = torch.ones(2, 10, dtype=torch.bool) if mask is None else mask.bool()
             torch.testing.assert_close(a[real], b[real], **CLOSE)
         a, b = (
-            m.generate(tokens, attention_mask=left, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+            m.generate(
+                tokens, attention_mask=left, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+            )
             for m in (ours, other)
         )
     assert torch.equal(a, b)
@@ -240,7 +246,7 @@ def test_qwen3_with_sliding_layers():
         want = other(torch.tensor([row])).logits
         got = torch.cat([session.score(torch.tensor([row[s : s + 3]])).logits for s in range(0, 20, 3)], 1)
     torch.testing.assert_close(got, want, **CLOSE)
-    features, hidden = ours.features(torch.tensor([row]), [20], ())
+    _, hidden = ours.features(torch.tensor([row]), [20], ())
     torch.testing.assert_close(ours.vocab.logits(hidden), want, **CLOSE)
 
 
@@ -274,7 +280,8 @@ def saved(tmp_path):
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_vocabulary_alone_reads_two_tensors(saved, family, shards, tied):
-    """load_vocab gives the target's own embedding and head, and works when every other tensor is gone from the files."""
+    """load_vocab gives the target's own embedding and head, and works when every other tensor is gone from the
+    files."""
     folder = saved(family, shards, tie_word_embeddings=tied)
     t = Target.load(str(folder))
     index = folder / "model.safetensors.index.json"
@@ -324,7 +331,9 @@ def test_what_is_no_target_is_one_clear_line(saved, tmp_path):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     odd = saved("qwen3")
-    (odd / "config.json").write_text(json.dumps({**json.loads((odd / "config.json").read_text()), "model_type": "gpt2"}))
+    (odd / "config.json").write_text(
+        json.dumps({**json.loads((odd / "config.json").read_text()), "model_type": "gpt2"})
+    )
     (tmp_path / "empty").mkdir()
     good = str(saved("qwen3"))
     for call, words in (

@@ -29,12 +29,12 @@ def pieces(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
 
 
 def joint(p: dict, q: dict, lengths) -> torch.Tensor:
-    """[V] * (G + 1) law of the first G + 1 committed tokens, by calling verify on every draft and every interval of every
-    coin and integrating analytically: verify is constant between the points p / q (coins) and F (the next token's draw).
+    """[V] * (G + 1) law of the first G + 1 committed tokens, by calling verify on every draft and every interval of
+    every coin and integrating analytically: verify is constant between the points p / q (coins) and F (the next
+    token's draw).
 
-    `lengths(draft)` is the schedule. What a round leaves open is filled with the target's own law, so the result must be
-    the target's joint law.
-    """
+    `lengths(draft)` is the schedule. What a round leaves open is filled with the target's own law, so the result must
+    be the target's joint law."""
     rows = []  # (weight, draft, coin midpoints)
     for draft in itertools.product(range(V), repeat=G):
         weight = 1.0
@@ -56,7 +56,9 @@ def joint(p: dict, q: dict, lengths) -> torch.Tensor:
     length = torch.tensor([lengths(d) for _, d, _ in rows])
     law = torch.zeros(*[V] * (G + 1), dtype=torch.float64)
     # the next token by its draw: a fine grid finds every interval, whose exact bounds come from the law drawn from
-    for token, width, accepted in next_tokens(target_probs, proposal, length, torch.tensor([r[2] for r in rows]).double()):
+    for token, width, accepted in next_tokens(
+        target_probs, proposal, length, torch.tensor([r[2] for r in rows]).double()
+    ):
         for i, (w, d, _) in enumerate(rows):
             if width[i]:
                 spread(law, w * width[i].item(), (*d[: int(accepted[i])], token), p)
@@ -110,8 +112,8 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_joint_law_is_the_targets(schedule, seed):
-    """All drafts, all coins, all draws, integrated analytically on 3 tokens and 2 slots: the joint law of three tokens is
-    the target's to 1e-6, the rounding of float32 probabilities."""
+    """All drafts, all coins, all draws, integrated analytically on 3 tokens and 2 slots: the joint law of three
+    tokens is the target's to 1e-6, the rounding of float32 probabilities."""
     p, q = tables(seed, sharp=1.0 + seed)
     assert (joint(p, q, SCHEDULES[schedule]) - exact(p)).abs().max() < 1e-6
 
@@ -119,7 +121,9 @@ def test_joint_law_is_the_targets(schedule, seed):
 def test_joint_law_is_exact_for_exact_numbers():
     """With probabilities that are binary fractions nothing rounds: the joint law is the target's to 1e-12."""
     p, q = tables(0)
-    eighths = [torch.tensor(x) / 8 for x in ([1.0, 2, 5], [4.0, 4, 0], [0.0, 1, 7], [2.0, 4, 2], [8.0, 0, 0], [3.0, 3, 2])]
+    eighths = [
+        torch.tensor(x) / 8 for x in ([1.0, 2, 5], [4.0, 4, 0], [0.0, 1, 7], [2.0, 4, 2], [8.0, 0, 0], [3.0, 3, 2])
+    ]
     for i, prefix in enumerate(p):
         p[prefix], q[prefix] = eighths[i % 6], eighths[(2 * i + 1) % 6]
     for schedule in SCHEDULES.values():
@@ -152,8 +156,8 @@ def appendix(length_of) -> torch.Tensor:
 
 
 def test_appendix_a():
-    """The paper's example: a schedule that admits without looking gives the target's (0.7, 0.3); one that admits token 0
-    only, by a confidence that has seen the token it would cut, gives (0.85, 0.15)."""
+    """The paper's example: a schedule that admits without looking gives the target's (0.7, 0.3); one that admits
+    token 0 only, by a confidence that has seen the token it would cut, gives (0.85, 0.15)."""
     active, room = torch.ones(5000, dtype=torch.bool), torch.full((5000,), 9)
     everything = appendix(lambda proposal: deepspec.verify_all()(proposal.confidence, active, room))
     nothing = appendix(lambda proposal: deepspec.threshold(1.0)(proposal.confidence, active, room))
@@ -255,7 +259,9 @@ def small():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("kind, schedule", [("dflash", "all"), ("vanilla", "threshold"), ("rnn", "all"), (None, "all")], ids=str)
+@pytest.mark.parametrize(
+    "kind, schedule", [("dflash", "all"), ("vanilla", "threshold"), ("rnn", "all"), (None, "all")], ids=str
+)
 def test_sampled_output_has_the_targets_law(small, kind, schedule, sampling):
     """Chi-square of 1,500 generated triples of tokens against the law by enumeration of all 216; no triple of
     probability 0. Fixed seeds; fresh ones would fail in 1 of 10,000 for each of 20 tests."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cache import whole_dir
-from ..checked import ConfigError, InputError
+from ..checked import InputError
 from ..modeling.block import BlockConfig
 from ..modeling.dflash import DFlashConfig
 from ..modeling.drafter import Drafter, DrafterConfig
@@ -31,9 +31,19 @@ PREFIXES = ("_orig_mod.", "module.", "model.")
 
 
 def save_drafter(drafter: Drafter, path: Path, provenance: dict[str, Any]) -> None:
-    """Write a drafter directory, all of it or nothing."""
+    """Write a drafter directory, all of it or nothing. InputError where anything but a drafter of ours is there."""
+    if path.exists() and not _replaceable(path):
+        raise InputError(f"{str(path)!r} exists and is no drafter directory; nothing of it will be overwritten")
     with whole_dir(path) as temporary:
         write_drafter(drafter, temporary, provenance)
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether nothing would be lost: an empty directory, or one that holds a drafter we wrote and nothing else."""
+    if not path.is_dir():
+        return False
+    names = {p.name for p in path.iterdir()}
+    return not names or (names <= {"config.json", "model.safetensors"} and "deepspec" in read_config(path))
 
 
 def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
@@ -105,19 +115,23 @@ def config_to_json(config: DrafterConfig) -> dict[str, Any]:
 def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
     """The drafter's settings from its config.json; `keys` are the names of its tensors."""
     kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig}
-    own = dict(raw.get("deepspec", {}).get("drafter", {}))
-    if own:
-        kind = own.pop("kind", None)
+    section = raw.get("deepspec")
+    own = section.get("drafter") if isinstance(section, dict) else None
+    if isinstance(own, dict):
+        kind, settings = own.get("kind"), {k: v for k, v in own.items() if k != "kind"}
         if kind not in kinds:
             raise InputError(f"drafter kind {kind!r} is unknown; this version reads {', '.join(kinds)}")
-        return kinds[kind](**own)
+        try:
+            return kinds[kind](**settings)
+        except TypeError as error:  # a setting of another version
+            raise InputError(f"config.json, deepspec.drafter: {error}") from None
     nested = raw.get("dflash_config") or {}
     look = {**nested, **{k: v for k, v in raw.items() if v is not None}}
     architecture = (raw.get("architectures") or ["?"])[0]
     known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
     if architecture not in known:
         raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {', '.join(known)}")
-    missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids") if k not in look]
+    missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers") if k not in look]
     if missing:
         raise InputError(f"config.json has no {', '.join(missing)}")
     from_anchor = look.get("sample_from_anchor", architecture != "DFlashDraftModel" or bool(nested.get("shift_label")))
@@ -167,10 +181,10 @@ def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "t
     tensors = read_tensors(folder)
     try:
         config = from_json(raw, set(tensors))
-    except ConfigError as error:
+    except InputError as error:
         raise InputError(f"drafter {str(path)!r}: {error}") from None
     _check_target(str(path), raw, config, target)
-    drafter = config.build(read_spec(raw), target.vocab)
+    drafter = config.build(_spec_of(str(path), raw), target.vocab)
     _check_copies(str(path), tensors, target)
     expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
@@ -204,7 +218,7 @@ def find_drafter(path: str | Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, not JSON
         raise InputError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise InputError(f"{folder / 'config.json'} must hold an object")
@@ -229,9 +243,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _strip(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
+    while name.startswith(PREFIXES):  # wrappers wrap each other in any order
+        name = name.split(".", 1)[1]
     return name
+
+
+def _spec_of(path: str, raw: dict[str, Any]) -> BlockSpec:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return read_spec(raw)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise InputError(f"drafter {path!r}: config.json describes no block: {' '.join(str(error).split())}") from None
 
 
 def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:

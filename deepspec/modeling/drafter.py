@@ -96,6 +96,11 @@ class DrafterConfig(Checked, ABC):
         )
         require(ids[0] >= 0, f"drafter.target_layer_ids must be >= 0 (0 is the first decoder layer), got {ids}")
 
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the drafter will have a confidence head to train."""
+        return False
+
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         """ConfigError where these settings cannot fit a target of `num_layers` layers and `vocab_size` embedding rows.
 

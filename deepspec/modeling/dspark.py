@@ -31,6 +31,10 @@ class DSparkConfig(BlockConfig):
         require(self.markov_rank >= 0, f"drafter.markov_rank must be >= 0, got {self.markov_rank}")
 
     @property
+    def has_confidence(self) -> bool:
+        return self.confidence_head
+
+    @property
     def confidence_reads_markov(self) -> bool:
         return self.confidence_with_markov and self.markov_rank > 0
 

@@ -30,6 +30,8 @@ class BlockSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        known = ("silu", "gelu_pytorch_tanh")
+        require(self.act in known, f"activation {self.act!r} is unknown; the drafter's block has {' and '.join(known)}")
         require(
             self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
         )

@@ -62,7 +62,10 @@ def load(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, setting
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    trainer = json.loads((path / "trainer.json").read_text())
+    try:
+        trainer = json.loads((path / "trainer.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path / 'trainer.json'} is truncated or damaged: {error}") from None
     if differences := differ(trainer["settings"], settings):
         raise ConfigError(
             f"{path.parent.parent} holds a run with other settings ({'; '.join(differences)}); "

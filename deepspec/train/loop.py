@@ -19,12 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..cache import whole_dir, writable_dir
+from ..cache import tentative, whole_dir, writable_dir
 from ..config import Config, as_dict
 from ..data.loader import Loader, collate, load_rows
 from ..hub.native import write_drafter
 from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
+from ..modeling.families import read_family
 from ..modeling.target import Target
 from ..provenance import provenance
 from . import checkpoint, optim
@@ -61,7 +62,9 @@ def fit(config: Config, *, resume: Literal["auto", "never"] = "auto") -> Iterato
     Writes config.out: metrics.jsonl, checkpoints/step-*, and at the end drafter/. `resume` auto goes on from the newest
     checkpoint there. All input is checked before the target's weights are read; InputError says what is wrong.
     """
-    return _Run(config, resume).steps()
+    with tentative(config.out):
+        run = _Run(config, resume)
+    return run.steps()
 
 
 class _Run:
@@ -70,6 +73,7 @@ class _Run:
         self.out = writable_dir(config.out, "output directory")
         device = loading.pick_device(train.device)
         hf = loading.load_config(config.target, config.target_revision)
+        read_family(hf)  # an unknown one is found before the weights are read
         text = hf.get_text_config()
         tokenizer = loading.load_tokenizer(config.target, revision=config.target_revision)
         stops = loading.load_stop_ids(config.target, hf, tokenizer, config.target_revision)
@@ -97,9 +101,11 @@ class _Run:
             return 0
         start = checkpoint.load(existing[-1], self.drafter, self.optimizer, self.settings) if existing else 0
         if log.exists():  # forget what came after the checkpoint
-            with contextlib.suppress(json.JSONDecodeError):
-                lines = [x for x in log.read_text().splitlines() if json.loads(x)["step"] <= start]
-                log.write_text("".join(x + "\n" for x in lines))
+            kept = []
+            for line in log.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # a kill may have torn the last one
+                    kept += [line] if json.loads(line)["step"] <= start else []
+            log.write_text("".join(x + "\n" for x in kept))
         return start
 
     def steps(self) -> Iterator[StepReport]:

@@ -1,0 +1,422 @@
+"""Laws of the decoding loop: batches, refill, budgets and stop ids change nothing about what a request says.
+
+Letters: G slots, V vocabulary.
+"""
+
+import contextlib
+import functools
+import math
+
+import pytest
+import torch
+from helpers import KINDS, G, Planned, V, hf_model, make_drafter, target
+
+import deepspec
+from deepspec import InputError, Sampling, generate
+
+HOT = Sampling(temperature=1.0)
+SCHEDULES = {"all": deepspec.verify_all, "threshold": lambda: deepspec.threshold(0.5)}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3, 2], [3, 8, 4, 6, 2, 6, 4], [3, 3]]
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
+
+
+def same(a, b):
+    return [(x.tokens, x.rounds, x.finish) for x in a] == [(x.tokens, x.rounds, x.finish) for x in b]
+
+
+# -- one request, any batch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "kind, temperature",
+    [*((k, 1.0) for k in [*KINDS, None]), ("dflash-masks", 0.0), ("rnn", 0.0), (None, 0.0)],
+    ids=str,
+)
+def test_a_request_is_the_same_in_any_batch(kind, temperature, schedule):
+    """A ragged batch with refill equals one by one: tokens, rounds and finish, for 2, 3, 5 and 16 in flight, sampled
+    and greedy, with verify_all and threshold. Six prompts of different lengths, some of which stop early."""
+    tgt = target()
+    drafter = make_drafter(kind, tgt) if kind else None
+    settings = dict(max_new_tokens=10, sampling=Sampling(temperature=temperature), stop_ids=range(0, V, 8))
+    alone = generate(tgt, drafter, PROMPTS, schedule=SCHEDULES[schedule](), seed=7, concurrency=1, **settings)
+    for i in (0, 3):  # in a run of its own, too
+        own = generate(tgt, drafter, [PROMPTS[i]], schedule=SCHEDULES[schedule](), seed=7 + i, **settings)
+        assert same(own, [alone[i]])
+    for concurrency in (2, 3, 5, None):
+        together = generate(
+            tgt, drafter, PROMPTS, schedule=SCHEDULES[schedule](), seed=7, concurrency=concurrency, **settings
+        )
+        assert same(alone, together), concurrency
+    assert temperature == 0 or len({len(g.tokens) for g in alone}) > 2
+
+
+def test_seeds_belong_to_requests():
+    """Request i draws with seed + i or seeds[i]: the order of requests and their neighbours do not matter, equal seeds
+    give equal answers, other seeds others; at temperature 0 the seed does not matter."""
+    tgt = target()
+    drafter = make_drafter("rnn", tgt)
+    settings = dict(max_new_tokens=12, sampling=HOT)
+    one = generate(tgt, drafter, PROMPTS, seed=40, **settings)
+    two = generate(tgt, drafter, PROMPTS[::-1], seeds=[45, 44, 43, 42, 41, 40], concurrency=2, **settings)
+    assert same(one, two[::-1])
+    assert not same(one, generate(tgt, drafter, PROMPTS, seed=41, **settings))
+    equal = generate(tgt, drafter, [PROMPTS[0]] * 3, seeds=[5, 5, -(2**60)], **settings)
+    assert equal[0].tokens == equal[1].tokens != equal[2].tokens
+    assert same(
+        generate(tgt, drafter, PROMPTS, seed=1, max_new_tokens=9),
+        generate(tgt, drafter, PROMPTS, seed=2, max_new_tokens=9),
+    )
+
+
+def test_global_random_state_is_neither_read_nor_changed():
+    """Decoding draws nothing from torch's generator."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    torch.manual_seed(1)
+    a, state = generate(tgt, drafter, PROMPTS, max_new_tokens=8, sampling=HOT), torch.get_rng_state()
+    torch.manual_seed(2)
+    b = generate(tgt, drafter, PROMPTS, max_new_tokens=8, sampling=HOT)
+    torch.manual_seed(1)
+    assert same(a, b) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_baseline_is_transformers_greedy_generate(family):
+    """Plain decoding in a ragged batch equals transformers' own greedy generate, prompt by prompt, past the window."""
+    model = hf_model(family)
+    for prompt, g in zip(PROMPTS, generate(target(family), None, PROMPTS, max_new_tokens=16)):
+        p = torch.tensor([prompt])
+        settings = dict(max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+        own = model.generate(p, attention_mask=torch.ones_like(p), **settings)
+        assert own[0, len(prompt) :].tolist() == g.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_the_targets(kind):
+    """In float32 greedy output equals the baseline's token for token, for every drafter and family, both schedules."""
+    for family in FAMILIES:
+        tgt = target(family)
+        drafter = make_drafter(kind, tgt)
+        for schedule in SCHEDULES.values():
+            out = generate(tgt, drafter, PROMPTS, max_new_tokens=12, schedule=schedule(), concurrency=5)
+            assert [p + g.tokens for p, g in zip(PROMPTS, out)] == [
+                t[: len(p) + 12] for p, t in zip(PROMPTS, texts(tgt))
+            ]
+
+
+def test_greedy_acceptance_is_agreement():
+    """The round records say what happened: accepted is how far the drafter's own greedy block agrees with the
+    output."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    (out,) = generate(tgt, drafter, [PROMPTS[1]], max_new_tokens=30)
+    text, at = [*PROMPTS[1], *out.tokens], len(PROMPTS[1])
+    for verified, accepted in out.rounds[:-1]:
+        features, _ = tgt.features(torch.tensor([text[:at]]), [at], drafter.config.target_layer_ids)
+        state = drafter.new_state(1, 64)
+        drafter.observe(state, features, torch.tensor([text[1 : at + 1]]), [at])
+        block = drafter.propose(state, Sampling(), torch.full((1, G), 0.5).double()).tokens[0].tolist()
+        agree = next((g for g in range(G) if at + 1 + g >= len(text) or block[g] != text[at + 1 + g]), G)
+        assert (verified, accepted) == (G, agree)
+        at += accepted + 1
+
+
+# -- fake drafters ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def texts(tgt, n: int = 40):
+    """The prompts with their greedy answers, by plain decoding."""
+    return [p + g.tokens for p, g in zip(PROMPTS, generate(tgt, None, PROMPTS, max_new_tokens=n))]
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_an_oracle_accepts_everything(concurrency):
+    """A drafter that proposes the target's own greedy continuation: every round is (G, G) but a trimmed last one."""
+    tgt = target()
+    known = texts(tgt)
+    oracle = Planned(tgt, known, G)
+    out = generate(tgt, oracle, PROMPTS, max_new_tokens=22, concurrency=concurrency)
+    for g, text, prompt in zip(out, known, PROMPTS):
+        assert g.tokens == text[len(prompt) :][:22]
+        assert g.rounds == [(G, G)] * 4 + [(1, 1)]  # 1 + 4 * 5 + 1 tokens
+        assert g.tau == 21 / 5
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_mixed_drafter_accepts_exactly_its_right_slots(concurrency):
+    """Right up to slot n % (G + 1) in its n-th round, then wrong, then right again: exactly that prefix is accepted."""
+    tgt = target()
+    known = texts(tgt)
+    mixed = Planned(tgt, known, G, right=lambda n, g: g != n % (G + 1))
+    out = generate(tgt, mixed, PROMPTS, max_new_tokens=32, concurrency=concurrency)
+    for g, text, prompt in zip(out, known, PROMPTS):
+        assert g.tokens == text[len(prompt) :][:32]
+        assert g.rounds[:-1] == [(G, n % (G + 1)) for n in range(len(g.rounds) - 1)]
+        assert len(g.rounds) == 11  # 1 + (1 + 2 + 3 + 4 + 5) * 2 + 1
+
+
+def test_a_wrong_drafter_accepts_nothing():
+    """Always wrong: every round is (G, 0), and the output is still the target's. In the last rounds, too."""
+    tgt = target()
+    known = texts(tgt)
+    out = generate(tgt, Planned(tgt, known, G, right=lambda n, g: False), PROMPTS, max_new_tokens=12)
+    for g, text, prompt in zip(out, known, PROMPTS):
+        assert g.tokens == text[len(prompt) :][:12] and g.rounds == [(G, 0)] * 11 and g.tau == 1
+
+
+def test_a_sampled_oracle_is_judged_by_the_target():
+    """At temperature 1 a one-hot proposal survives with the target's own probability: over some hundred first slots the
+    rate equals the mean probability within 4 standard errors (chance of a fresh seed to fail: 1 in 16,000)."""
+    tgt = target()
+    prompt = PROMPTS[1]
+    logits = tgt.open(1, 64).score(torch.tensor([prompt])).logits[0, -1]
+    first = int(logits.argmax())
+    after = tgt.open(1, 64).score(torch.tensor([[*prompt, first]])).logits[0, -1].softmax(-1)
+    guess = int(after.argmax())
+    seeds = list(range(2000))
+    drafter = Planned(tgt, [[*prompt, t, guess] for t in range(V)], 1)
+    out = generate(tgt, drafter, [prompt] * 2000, max_new_tokens=2, sampling=HOT, seeds=seeds, concurrency=2000)
+    mine = [g for g in out if g.tokens[0] == first]
+    rate = sum(g.tokens[1] == guess for g in mine) / len(mine)
+    p = float(after[guess])
+    assert len(mine) > 200 and 0.05 < p < 0.95
+    assert abs(rate - p) < 4 * math.sqrt(p * (1 - p) / len(mine))
+
+
+# -- where a request ends --------------------------------------------------------------------------------------------
+
+
+VARIED = [25, 4, 14, 10, 1, 24, 10, 36]
+"""A prompt whose greedy answer begins with 11 different tokens."""
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("at", range(2 * G + 3))
+def test_a_stop_id_ends_the_answer_wherever_it_falls(at, drafted):
+    """As first token, at every slot of a block, as bonus, as residual: the answer ends with it, the token is kept,
+    nothing after it leaks, and rounds count what was kept. With an oracle and with a drafter that is always wrong."""
+    tgt = target()
+    (whole,) = generate(tgt, None, [VARIED], max_new_tokens=20)
+    answer = whole.tokens
+    assert len(set(answer[: 2 * G + 3])) == 2 * G + 3
+    drafter = Planned(tgt, [VARIED + answer], G, right=lambda n, g: drafted)
+    (g,) = generate(tgt, drafter, [VARIED], max_new_tokens=20, stop_ids=[answer[at], V - 1])
+    assert g.tokens == answer[: at + 1] and g.finish == "stop"
+    if drafted:
+        full, rest = divmod(at, G + 1)
+        assert g.rounds == [(G, G)] * full + [(rest, rest)] * (rest > 0)
+    else:
+        assert g.rounds == [(G, 0)] * at
+
+
+def test_several_stop_ids():
+    """Any of several ids ends the answer; one nobody writes ends none; no ids, no end before the budget."""
+    tgt = target()
+    answer = texts(tgt)[1][len(PROMPTS[1]) :]
+    drafter = make_drafter("vanilla", tgt)
+    run = lambda ids: generate(tgt, drafter, [PROMPTS[1]], max_new_tokens=20, stop_ids=ids)[0]  # noqa: E731
+    never = next(i for i in range(V) if i not in answer)
+    for ids in ([answer[6], answer[3]], (answer[3], answer[6]), {answer[6], answer[3], never}):
+        g = run(ids)
+        assert g.tokens == answer[: min(answer.index(answer[3]), answer.index(answer[6])) + 1] and g.finish == "stop"
+    for ids in ((), [never]):
+        g = run(ids)
+        assert g.tokens == answer[:20] and g.finish == "length"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "oracle", None], ids=str)
+@pytest.mark.parametrize("budget", [1, 2, G - 1, G, G + 1, G + 2, 2 * G + 3])
+def test_budgets(kind, budget):
+    """Exactly max_new_tokens are written, whatever a round would commit; rounds are trimmed to what was kept; a
+    budget of one needs no round."""
+    tgt = target()
+    known = texts(tgt)
+    drafter = Planned(tgt, known, G) if kind == "oracle" else make_drafter(kind, tgt) if kind else None
+    for g, text, prompt in zip(generate(tgt, drafter, PROMPTS, max_new_tokens=budget), known, PROMPTS):
+        assert g.tokens == text[len(prompt) :][:budget] and g.finish == "length"
+        assert all(0 <= a <= v <= G for v, a in g.rounds)
+        written = 1 + sum(a + 1 for _, a in g.rounds)
+        assert written - len(g.tokens) in (0, 1)  # a trimmed round has no bonus
+        assert (budget == 1) == (not g.rounds)
+        if kind is None:
+            assert g.rounds == [(0, 0)] * (budget - 1)
+        if kind == "oracle":
+            whole, rest = divmod(budget - 1, G + 1)
+            assert g.rounds == [(G, G)] * whole + [(rest, rest)] * (rest > 0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=str)
+def test_tau_is_tokens_after_the_first_a_round(kind):
+    """tau == (len(tokens) - 1) / rounds, so the token drawn from the prefill belongs to no round; NaN without a
+    round."""
+    tgt = target()
+    drafter = make_drafter(kind, tgt) if kind else None
+    for g in generate(tgt, drafter, PROMPTS, max_new_tokens=15, sampling=HOT, stop_ids=(4,)):
+        if g.rounds:
+            assert g.tau == (len(g.tokens) - 1) / len(g.rounds) and 1 <= g.tau <= G + 1
+        else:
+            assert math.isnan(g.tau) and len(g.tokens) == 1
+    if kind is None:
+        assert {g.tau for g in generate(tgt, None, PROMPTS, max_new_tokens=5)} == {1.0}
+
+
+# -- the loop's dealings with its parts ------------------------------------------------------------------------------
+
+
+def test_schedules_see_probabilities_and_room():
+    """A schedule gets confidence [B, G] in (0, 1], active [B] and room [B]; its lengths are what is verified, 0 too,
+    and rows that are done are inactive. What it says changes rounds, not greedy tokens."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    base = generate(tgt, None, PROMPTS, max_new_tokens=14)
+
+    class Odd:
+        name = "odd"
+
+        def __init__(self):
+            self.n, self.said = 0, []
+
+        def __call__(self, confidence, active, room):
+            assert confidence.shape == (3, G) and active.shape == room.shape == (3,)
+            assert active.dtype == torch.bool and active.any() and (room[active] >= 1).all()
+            assert (confidence[active] > 0).all() and (confidence <= 1).all()
+            self.n += 1
+            lengths = torch.tensor([(self.n + b) % (G + 1) for b in range(3)]).minimum(room) * active
+            self.said += lengths[active].tolist()
+            return lengths
+
+    odd = Odd()
+    out = generate(tgt, drafter, PROMPTS, max_new_tokens=14, schedule=odd, concurrency=3)
+    assert [g.tokens for g in out] == [g.tokens for g in base]
+    verified = sorted(v for g in out for v, _ in g.rounds[:-1])
+    said = sorted(odd.said)
+    assert len(said) == sum(len(g.rounds) for g in out) and set(verified) == set(range(G + 1))
+    for v in verified:
+        said.remove(v)
+
+
+def test_a_schedule_that_admits_nothing_is_plain_decoding():
+    """threshold(1) with an uncertain drafter verifies nothing: every round is (0, 0), the output is the baseline's,
+    also when sampled with the same seeds."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    for sampling in (Sampling(), HOT):
+        out = generate(
+            tgt, drafter, PROMPTS, max_new_tokens=9, schedule=deepspec.threshold(1.0), sampling=sampling, seed=3
+        )
+        assert same(out, generate(tgt, None, PROMPTS, max_new_tokens=9, sampling=sampling, seed=3))
+        assert all(r == (0, 0) for g in out for r in g.rounds)
+
+
+def test_one_state_serves_all_requests():
+    """Rows are refilled, not rebuilt: one session and one drafter state of `concurrency` rows, whatever comes."""
+    tgt = target()
+    made = []
+
+    class Once(Planned):
+        def new_state(self, rows, max_length):
+            made.append((rows, max_length))
+            return super().new_state(rows, max_length)
+
+    generate(tgt, Once(tgt, texts(tgt), G), PROMPTS * 3, max_new_tokens=6, concurrency=4)
+    assert made == [(4, made[0][1])] and made[0][1] >= 8 + 6
+    made.clear()
+    generate(tgt, Once(tgt, texts(tgt), G), PROMPTS[:2], max_new_tokens=6, concurrency=50)
+    assert made[0][0] == 2  # no rows for requests that do not exist
+
+
+def test_the_clock_sees_every_part():
+    """clock.part is entered for 'prefill', 'draft' and 'verify', never twice at once; plain decoding drafts nothing."""
+    tgt = target()
+
+    class Clock:
+        def __init__(self):
+            self.inside, self.seen = 0, []
+
+        @contextlib.contextmanager
+        def part(self, name):
+            assert self.inside == 0
+            self.inside += 1
+            self.seen.append(name)
+            yield
+            self.inside -= 1
+
+    clock = Clock()
+    out = generate(tgt, make_drafter("vanilla", tgt), PROMPTS[:1], max_new_tokens=10, clock=clock)
+    rounds = len(out[0].rounds)
+    assert clock.seen.count("verify") == rounds and clock.seen.count("prefill") == 1
+    assert rounds <= clock.seen.count("draft") <= 2 * rounds and clock.inside == 0
+    assert clock.seen[0] == "prefill"
+
+
+def test_requests_are_yielded_as_they_finish():
+    """stream yields (index, Generation) when a request is done: short answers overtake long ones; each exactly once."""
+    from deepspec.eval.generate import stream
+
+    tgt = target()
+    known = texts(tgt)
+    answers = [t[len(p) :] for t, p in zip(known, PROMPTS)]
+    stop = answers[2][2]
+    order = [i for i, _ in stream(tgt, None, PROMPTS, max_new_tokens=30, stop_ids=[stop])]
+    length = [a[:30].index(stop) + 1 if stop in a[:30] else 30 for a in answers]
+    assert sorted(order) == list(range(6)) and [length[i] for i in order] == sorted(length)
+    assert len(set(length)) > 1
+
+
+def test_no_prompts_no_answers():
+    """An empty list of prompts is an empty list of answers."""
+    assert generate(target(), None, []) == []
+    assert generate(target(), make_drafter("dflash", target()), []) == []
+
+
+def test_text_needs_a_tokenizer():
+    """g.text decodes where a tokenizer is known, and says what is missing where none is."""
+    tgt = target()
+    (g,) = generate(tgt, None, [[1, 2]], max_new_tokens=3)
+    with pytest.raises(ValueError, match="tokenizer"):
+        g.text  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "prompts, settings, words",
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, V]], {}, f"0 to {V - 1}"),
+        ([[-1]], {}, "prompt 0"),
+        ([[1] * 250], dict(max_new_tokens=7), "256 positions"),
+        ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
+        ([[1]], dict(concurrency=0), "concurrency"),
+        ([[1]], dict(seeds=[1, 2]), "1 prompts, 2 seeds"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_nonsense_is_refused_before_anything_runs(prompts, settings, words):
+    """Empty prompts, ids outside the vocabulary, prompts beyond the target's positions, senseless settings: InputError
+    naming the prompt or setting, when generate is called."""
+    for drafter in (None, make_drafter("dflash", target())):
+        with pytest.raises(InputError, match=words):
+            generate(target(), drafter, prompts, **{"max_new_tokens": 4, **settings})
+
+
+def test_prompts_up_to_the_last_position():
+    """A prompt that just fits is decoded to the end, drafts running past it notwithstanding."""
+    tgt = target()
+    prompt = [int(i) % (V - 1) for i in range(250)]
+    drafter = make_drafter("vanilla", tgt)
+    out = generate(tgt, drafter, [prompt], max_new_tokens=6)
+    assert out[0].tokens == generate(tgt, None, [prompt], max_new_tokens=6)[0].tokens and len(out[0].tokens) == 6
+
+
+def test_bfloat16_runs():
+    """A bfloat16 target and drafter decode; where the output departs from plain decoding the two best tokens were
+    near."""
+    tgt = deepspec.Target(hf_model("qwen3").bfloat16())
+    drafter = make_drafter("vanilla", tgt)
+    spec, base = (generate(tgt, d, PROMPTS, max_new_tokens=20) for d in (drafter, None))
+    for prompt, a, b in zip(PROMPTS, spec, base):
+        if a.tokens != b.tokens:
+            n = next(i for i in range(20) if a.tokens[i] != b.tokens[i])
+            logits = tgt.open(1, 64).score(torch.tensor([prompt + b.tokens[:n]])).logits[0, -1].float()
+            assert abs(logits[a.tokens[n]] - logits[b.tokens[n]]) < 0.1
