@@ -20,7 +20,7 @@ config = deepspec.Config(
     ),
     # In two minutes of training the target's whole distribution (kl) teaches more than the paper's 0.1 ce + 0.9 tv:
     # CHANGELOG.md has the figures.
-    loss=deepspec.LossConfig(ce=0.1, kl=1.0, tv=0.5, confidence=1.0, slot_decay=exp(-1 / 4), chunk=256),
+    loss=deepspec.LossConfig(ce=0.1, kl=1.0, tv=0.5, confidence=1.0, slot_decay=exp(-1 / 4)),
     # The target's answers at the temperatures it will be served with: mostly 1, some 0 (scripts/quickstart.sh).
     data=deepspec.DataConfig(
         path=(str(tiny.target_dir() / "answers.jsonl"), str(tiny.target_dir() / "answers_greedy.jsonl")), max_length=256
