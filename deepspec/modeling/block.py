@@ -18,7 +18,7 @@ from ..sampling import ANCHOR, Sampling, uniforms
 from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list
 from .drafter import Batch, Drafter, DrafterConfig, Proposal
-from .layers import Block, RMSNorm, Rotary
+from .layers import Block, Rotary, spec_norm
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -87,9 +87,9 @@ class BlockDrafter(Drafter):
         # not a submodule: moving, casting, saving or sharding a drafter must leave the target's own tensors alone
         object.__setattr__(self, "vocab", vocab)
         self.fc = nn.Linear(len(config.target_layer_ids) * spec.dim, spec.dim, bias=False)
-        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.hidden_norm = spec_norm(spec)
         self.layers = nn.ModuleList([Block(spec) for _ in range(config.num_draft_layers)])
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm = spec_norm(spec)
         self.rotary = Rotary(spec)
 
     @property
