@@ -53,6 +53,9 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
     if not isinstance(config, BlockConfig):
         raise TypeError(f"no format for {type(config).__name__} yet")
     rope = {key: json.loads(value) for key, value in spec.rope}
+    window = config.sliding_window
+    if window is not None and "full_attention" in rope:
+        rope["sliding_attention"] = rope["full_attention"]  # layer types choose the mask here, not the rotary
     spark = config if isinstance(config, DSparkConfig) else None
     ids = list(config.target_layer_ids)
     name = str(dtype).removeprefix("torch.")
@@ -64,6 +67,7 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
         "dtype": name,
         "torch_dtype": name,
         "hidden_size": spec.dim,
+        "target_hidden_size": vocab.dim,
         "num_hidden_layers": config.num_draft_layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
@@ -75,9 +79,9 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
         "max_position_embeddings": spec.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * config.num_draft_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": ["sliding_attention" if window else "full_attention"] * config.num_draft_layers,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
         "tie_word_embeddings": False,
         **style,
         "rope_parameters": rope,
@@ -97,6 +101,7 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": ids,
             "block_size": config.block_size,
+            **({} if window is None else {"causal": False}),  # servers take sliding layers for causal ones otherwise
         },
         "deepspec": {"format": 1, "drafter": config_to_json(config)},
     }  # fmt: skip
@@ -153,6 +158,7 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
         "num_draft_layers": raw["num_hidden_layers"],
         "num_anchors": look.get("num_anchors", 512),
         "sample_from_anchor": from_anchor,
+        "sliding_window": _window(raw, nested),
     }
     markov = "markov_head.markov_w1.weight" in keys
     confidence = "confidence_head.proj.weight" in keys
@@ -167,11 +173,26 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
     )
 
 
+def _window(raw: dict[str, Any], nested: dict[str, Any]) -> int | None:
+    """The window of a foreign drafter's layers, None where there is none. InputError where its layers differ, or where
+    its blocks are causal: a drafter decoded with another mask than it was trained with only drafts worse."""
+    kinds = set(raw.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or nested.get("causal") is not False:
+        raise InputError(
+            f"layer_types {sorted(kinds)} with dflash_config.causal {nested.get('causal')}: sliding layers are read "
+            "where all layers are sliding and dflash_config.causal is false"
+        )
+    return int(raw["sliding_window"])
+
+
 def read_spec(raw: dict[str, Any]) -> BlockSpec:
     """The drafter's own block, from its config.json: its family, widths and rotary may differ from the target's."""
     from transformers import AutoConfig
 
-    kind = raw.get("model_type") if str(raw.get("model_type")).startswith("gemma") else "qwen3"
+    kind = str(raw.get("model_type"))
+    kind = kind if kind.startswith("gemma") else "qwen3"
     skip = {"deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype"}
     fields = {k: v for k, v in raw.items() if k not in skip}
     if kind != "qwen3":  # of a Gemma, the rotary of full attention is read, whatever the window
@@ -262,10 +283,10 @@ def _strip(name: str) -> str:
 
 
 def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:
-    if raw.get("hidden_size") != target.spec.dim:
+    hidden = raw.get("target_hidden_size") or raw.get("hidden_size")
+    if hidden != target.spec.dim:
         raise InputError(
-            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; "
-            f"{target.name!r} has {target.spec.dim}"
+            f"drafter {path!r} is for a target of hidden size {hidden}; {target.name!r} has {target.spec.dim}"
         )
     if raw.get("vocab_size") != target.vocab.size:
         raise InputError(

@@ -6,7 +6,8 @@ To add a family, write `families/<model_type>.py` with one function:
         return Family(block=BlockSpec(dim=config.hidden_size, ...), softcap=None, embed_scale=None)
 
 `config` is the text config of the model. `rotary(config, RotaryClass)` gives the rotary frequencies in the form every
-supported transformers release computes them. The law tests in tests/test_families.py then run over it (add a tiny config there).
+supported transformers release computes them. Add a tiny config to TEXT in tests/test_families.py: its laws then
+run over the new family.
 """
 
 from __future__ import annotations
