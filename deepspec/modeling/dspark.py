@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checked import require
-from ..sampling import Sampling, draw
+from ..sampling import Sampling
 from .block import BlockConfig, BlockDrafter
 from .drafter import Proposal, certain
 from .heads import ConfidenceHead, MarkovHead, RNNHead, SequentialHead
@@ -78,15 +78,14 @@ class DSpark(BlockDrafter):
         base = self.vocab.logits(hidden)
         head = self.markov_head
         if head is None:
-            probs = sampling.probs(base)
-            tokens = draw(probs, uniforms)
+            tokens, probs = sampling.draw(base, uniforms)
         else:
             state, prev, drawn, laws = head.start(hidden), anchors, [], []
             for g in range(base.shape[1]):
                 state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
-                laws.append(sampling.probs(base[:, g] + head.markov_w2(row)))
-                prev = draw(laws[-1], uniforms[:, g])
+                prev, law = sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g])
                 drawn.append(prev)
+                laws.append(law)
             tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
         before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
         return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())
