@@ -47,14 +47,6 @@ class Stub:
         self.vocab = vocab
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def vocab():
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...]"""
 
 import argparse
+import logging
 import signal
 import sys
 from typing import Any
@@ -29,6 +30,8 @@ def command() -> int:
         f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}",
         flush=True,
     )
+    logging.getLogger("deepspec").setLevel(logging.INFO)
+    logging.getLogger("deepspec").addHandler(logging.StreamHandler(sys.stdout))
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, frame: stop.append(n))
