@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     """Figures of a run on a target described by its Hugging Face config. ConfigError where the two do not fit."""
     text, family, train = hf.get_text_config(), read_family(hf), config.train
     eos = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-    special = {
+    special: dict[str, Sequence[int]] = {
         "eos": [i for i in eos if i is not None],
         "pad": [] if text.pad_token_id is None else [text.pad_token_id],
     }
@@ -117,7 +118,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     batch, micro = train.batch_size, train.micro_batch
     slots = run.anchors * run.num_slots
     tied = bool(text.tie_word_embeddings)
-    heads = {"embedding = head" if tied else "embedding": (V, D)} | ({} if tied else {"head": (V, D)})
+    heads: dict[str, tuple[int, ...]] = {"embedding = head": (V, D)} if tied else {"embedding": (V, D), "head": (V, D)}
     trainable = sum(run.parameters.values())
     moments = trainable * 8 if train.optimizer == "adamw" else trainable * 8 - run.inner * 4
     attend = 2 * T * T * text.num_attention_heads * family.block.head_dim * text.num_hidden_layers
