@@ -170,12 +170,12 @@ def test_checkpoint_of_other_text_is_not_used(tmp_path: Path) -> None:
     tokens = torch.arange(400) % 384
     part = tmp_path / "part.safetensors"
     parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values())
+    optimizers = [torch.optim.AdamW(parameters.values())]
     model(input_ids=tokens[None, :8], labels=tokens[None, :8]).loss.backward()
-    optimizer.step()
-    tiny._save(part, parameters, optimizer, {"step": 3, "seconds": 1.0, "loss": 2.0, "of": "this"})
-    assert tiny._resume(part, parameters, optimizer, "this") == (3, 1.0, 2.0)
-    assert tiny._resume(part, parameters, optimizer, "that") == (0, 0.0, 0.0)
+    optimizers[0].step()
+    tiny._save(part, parameters, optimizers, {"step": 3, "seconds": 1.0, "loss": 2.0, "of": "this"})
+    assert tiny._resume(part, parameters, optimizers, "this") == (3, 1.0, 2.0)
+    assert tiny._resume(part, parameters, optimizers, "that") == (0, 0.0, 0.0)
 
 
 def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
