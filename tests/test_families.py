@@ -18,7 +18,9 @@ from deepspec.hub.native import read_config, read_spec
 from deepspec.modeling.drafter import gather_slots
 from deepspec.modeling.families import read_family
 from deepspec.modeling.layers import Block, Rotary
+from deepspec.modeling.loading import load_vocab
 from deepspec.modeling.target import Target
+from deepspec.train.init import warm_start
 
 GOLDEN = Path(__file__).parent / "golden" / "dspark_gemma4_vanilla"
 V, D, LAYERS = 61, 32, 6
@@ -286,6 +288,34 @@ def test_fresh_norms_multiply_by_one():
     assert norms and all(p.abs().max() == 0 for p in norms)
     assert target.spec.attn_scale == 24**-0.5 and target.vocab.embed_scale == D**0.5
     assert math.isclose(target.spec.inv_freq[1], 1e6 ** (-2 / 8), rel_tol=1e-5)
+
+
+def test_warm_start_takes_the_kind_of_layer_the_drafter_has():
+    """Of a Gemma 4 the last full-attention layers, layer scalars included; of a Gemma 3, whose layers are alike in
+    shape, the last ones."""
+    for name, layers in (("gemma4", (2, 5)), ("gemma3", (4, 5))):
+        target = Target(tiny(name))
+        drafter = DRAFTERS["dspark"].build(target.spec, target.vocab)
+        said = warm_start(drafter, target, "target")
+        for i, layer in enumerate(layers):
+            for key, value in target.weights()[0][layer].items():
+                assert torch.equal(drafter.state_dict()[f"layers.{i}.{key}"], value), (name, key)
+            assert any(f"from target layer {layer}" in line for line in said)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_multimodal_directory_loads(name, tmp_path):
+    """Target.load finds the text model in it, and the vocabulary alone is read from its two tensors."""
+    model = wrapped(name)
+    model.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), dtype="float32")
+    assert target.spec == read_family(model.config).block and target.num_layers == LAYERS
+    family, vocab = load_vocab(str(tmp_path), dtype="float32")
+    assert family.block == target.spec
+    tokens = torch.arange(V)
+    assert torch.equal(vocab.embed(tokens), target.vocab.embed(tokens))
+    assert torch.equal(vocab.logits(vocab.embed(tokens)), target.vocab.logits(vocab.embed(tokens)))
+    assert torch.equal(vocab.embed(tokens), model.get_input_embeddings()(tokens))
 
 
 def test_unknown_and_unfit_targets_are_refused_in_one_line():

@@ -84,4 +84,4 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 def rope_items(config: Any) -> tuple[tuple[str, str], ...]:
     """rope_parameters in a hashable form: (key, JSON value), sorted."""
-    return tuple(sorted((key, json.dumps(value)) for key, value in rope_parameters(config).items()))
+    return tuple(sorted((key, json.dumps(value, sort_keys=True)) for key, value in rope_parameters(config).items()))
