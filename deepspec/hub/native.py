@@ -1,8 +1,8 @@
 """DeepSpec's own drafter format, which vLLM and SGLang read: config.json + model.safetensors.
 
-config.json is a Qwen3-style config (block drafters have q/k norms on every family) plus the drafter's keys, plus a
-`deepspec` section with our own provenance. The target's embedding and head are never written; where a checkpoint of
-another trainer carries copies of them, the target's own are used.
+config.json is a Qwen3-style config (block drafters have q/k norms on every family; Gemma blocks have a Gemma config)
+plus the drafter's keys, plus a `deepspec` section with our own provenance. The target's embedding and head are never
+written; where a checkpoint of another trainer carries copies of them, the target's own are used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..modeling.drafter import Drafter, DrafterConfig
 from ..modeling.dspark import DSparkConfig
 from ..modeling.families import read_family
 from ..modeling.spec import BlockSpec
+from ..modeling.vocab import Vocab
 
 COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 """Copies of the target's tensors that other trainers save, and what they are called in Vocab."""
@@ -51,26 +52,32 @@ def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) ->
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
-    config = to_json(drafter.config, drafter.spec, drafter.vocab.size, dtype=next(iter(tensors.values())).dtype)
+    config = to_json(drafter.config, drafter.spec, drafter.vocab, dtype=next(iter(tensors.values())).dtype)
     config["deepspec"] |= provenance
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: torch.dtype) -> dict[str, Any]:
+def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a block drafter (keys and their traps: facts/formats.md 1.1 and 10.2)."""
     if not isinstance(config, BlockConfig):
         raise TypeError(f"no format for {type(config).__name__} yet")
     rope = {key: json.loads(value) for key, value in spec.rope}
+    window = config.sliding_window
+    if window is not None and "full_attention" in rope:
+        rope["sliding_attention"] = rope["full_attention"]  # layer types choose the mask here, not the rotary
     spark = config if isinstance(config, DSparkConfig) else None
     ids = list(config.target_layer_ids)
     name = str(dtype).removeprefix("torch.")
+    model_type, style = _style(spec, vocab)
+    prefix = model_type.removesuffix("_text").capitalize()
     return {
-        "architectures": ["Qwen3DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
-        "model_type": "qwen3",
+        "architectures": [f"{prefix}DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
+        "model_type": model_type,
         "dtype": name,
         "torch_dtype": name,
         "hidden_size": spec.dim,
+        "target_hidden_size": vocab.dim,
         "num_hidden_layers": config.num_draft_layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
@@ -78,14 +85,15 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: t
         "intermediate_size": spec.mlp_dim,
         "hidden_act": spec.act,
         "rms_norm_eps": spec.norm_eps,
-        "vocab_size": vocab_size,
+        "vocab_size": vocab.size,
         "max_position_embeddings": spec.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * config.num_draft_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": ["sliding_attention" if window else "full_attention"] * config.num_draft_layers,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
         "tie_word_embeddings": False,
+        **style,
         "rope_parameters": rope,
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
@@ -103,9 +111,31 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: t
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": ids,
             "block_size": config.block_size,
+            **({} if window is None else {"causal": False}),  # servers take sliding layers for causal ones otherwise
         },
         "deepspec": {"format": 1, "drafter": config_to_json(config)},
     }  # fmt: skip
+
+
+def _style(spec: BlockSpec, vocab: Vocab) -> tuple[str, dict[str, Any]]:
+    """The model_type that describes this block, and the keys it has beyond Qwen3's."""
+    if not spec.sandwich:
+        return "qwen3", {}
+    gemma = {
+        "hidden_activation": spec.act,
+        "final_logit_softcapping": vocab.softcap,
+        "use_bidirectional_attention": None,
+    }
+    if not spec.layer_scalar:
+        return "gemma3_text", gemma | {"query_pre_attn_scalar": round(spec.attn_scale**-2)}
+    return "gemma4_text", gemma | {
+        "global_head_dim": spec.head_dim,
+        "num_global_key_value_heads": spec.kv_heads,
+        "attention_k_eq_v": spec.share_kv,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+    }
 
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
@@ -142,6 +172,7 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
         "num_draft_layers": raw["num_hidden_layers"],
         "num_anchors": look.get("num_anchors", 512),
         "sample_from_anchor": from_anchor,
+        "sliding_window": _window(raw, nested),
     }
     markov = "markov_head.markov_w1.weight" in keys
     confidence = "confidence_head.proj.weight" in keys
@@ -156,19 +187,36 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
     )
 
 
+def _window(raw: dict[str, Any], nested: dict[str, Any]) -> int | None:
+    """The window of a foreign drafter's layers, None where there is none. InputError where its layers differ, or where
+    its blocks are causal: a drafter decoded with another mask than it was trained with only drafts worse."""
+    kinds = set(raw.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or nested.get("causal") is not False:
+        raise InputError(
+            f"layer_types {sorted(kinds)} with dflash_config.causal {nested.get('causal')}: sliding layers are read "
+            "where all layers are sliding and dflash_config.causal is false"
+        )
+    return int(raw["sliding_window"])
+
+
 def read_spec(raw: dict[str, Any]) -> BlockSpec:
-    """The drafter's own block, from its config.json: widths and rotary may differ from the target's."""
+    """The drafter's own block, from its config.json: its family, widths and rotary may differ from the target's."""
     from transformers import AutoConfig
 
-    fields = {
-        k: v
-        for k, v in raw.items()
-        if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype")
-    }
+    kind = str(raw.get("model_type"))
+    kind = kind if kind.startswith("gemma") else "qwen3"
+    skip = {"deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype"}
+    fields = {k: v for k, v in raw.items() if k not in skip}
+    if kind != "qwen3":  # of a Gemma, the rotary of full attention is read, whatever the window
+        rope = {k: v for k, v in (raw.get("rope_parameters") or {}).items() if isinstance(v, dict)}
+        full = ["full_attention"] * raw["num_hidden_layers"]
+        fields |= {"layer_types": full, "sliding_window": 512, "rope_parameters": rope or None}
     if fields.get("rope_parameters"):
         fields.pop("rope_scaling", None)
         fields.pop("rope_theta", None)
-    return read_family(AutoConfig.for_model("qwen3", **fields)).block
+    return read_family(AutoConfig.for_model(kind, **fields)).block
 
 
 def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
@@ -258,10 +306,10 @@ def _spec_of(path: str, raw: dict[str, Any]) -> BlockSpec:
 
 
 def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:
-    if raw.get("hidden_size") != target.spec.dim:
+    hidden = raw.get("target_hidden_size") or raw.get("hidden_size")
+    if hidden != target.spec.dim:
         raise InputError(
-            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; "
-            f"{target.name!r} has {target.spec.dim}"
+            f"drafter {path!r} is for a target of hidden size {hidden}; {target.name!r} has {target.spec.dim}"
         )
     if raw.get("vocab_size") != target.vocab.size:
         raise InputError(

@@ -49,12 +49,12 @@ class DSpark(BlockDrafter):
         super().__init__(config, spec, vocab)
         self.markov_head: SequentialHead | None = None
         if config.markov_rank:
-            size = (spec.dim, vocab.size, config.markov_rank)
+            size = (vocab.dim, vocab.size, config.markov_rank)
             rnn, gated = config.markov_head_type == "rnn", config.markov_head_type == "gated"
             self.markov_head = RNNHead(*size) if rnn else MarkovHead(*size, gated=gated)
         self.confidence_head: ConfidenceHead | None = None
         if config.confidence_head:
-            self.confidence_head = ConfidenceHead(spec.dim + config.markov_rank * config.confidence_reads_markov)
+            self.confidence_head = ConfidenceHead(vocab.dim + config.markov_rank * config.confidence_reads_markov)
 
     @property
     def rows_out(self) -> Tensor | None:
