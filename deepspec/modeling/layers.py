@@ -75,41 +75,51 @@ class Attention(nn.Module):
     and attend over both. q_norm and k_norm belong to block drafters on every family: it is what servers load.
     """
 
-    def __init__(self, spec: BlockSpec) -> None:
+    def __init__(self, spec: BlockSpec, *, width: int | None = None, qk_norm: bool = True) -> None:
+        """width: of the inputs, where it is not D."""
         super().__init__()
+        width = spec.dim if width is None else width
         self.head_dim, self.scale = spec.head_dim, spec.attn_scale
-        self.q_proj = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+        norms = [RMSNorm(spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity() for _ in "qk"]
+        self.q_norm, self.k_norm = norms
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
     def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> keys and values, each [..., K, H]."""
+        """x [..., width] -> keys and values, each [..., K, H]."""
         return rotate(self.k_norm(self._heads(self.k_proj(x))), rotary), self._heads(self.v_proj(x))
 
     def q(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """x [..., D] -> queries [..., Q, H]."""
+        """x [..., width] -> queries [..., Q, H]."""
         return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
 
 
 class Block(nn.Module):
-    """A pre-norm decoder block; `attend(q, k, v)` decides what its queries see."""
+    """A pre-norm decoder block; `attend(q, k, v)` decides what its queries see.
 
-    def __init__(self, spec: BlockSpec) -> None:
+    With `aside` (Eagle3) its attention reads two streams, a second one beside the residual: `hidden_norm` norms the
+    residual, `input_layernorm` the other.
+    """
+
+    def __init__(self, spec: BlockSpec, *, aside: bool = False, qk_norm: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec, width=2 * spec.dim if aside else spec.dim, qk_norm=qk_norm)
         self.mlp = GatedMLP(spec)
         self.input_layernorm = RMSNorm(spec.dim, spec.norm_eps)
+        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps) if aside else None
         self.post_attention_layernorm = RMSNorm(spec.dim, spec.norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend) -> Tensor:  # type: ignore[no-untyped-def]
         """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]."""
         h = self.input_layernorm(x)
-        seen = attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary))
+        return self.finish(x, attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary)))
+
+    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
+        """The block after its attention: residual x [..., D] and what the queries saw [..., Q, H] -> [..., D]."""
         x = x + self.self_attn.o_proj(seen.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
