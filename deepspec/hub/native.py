@@ -2,7 +2,8 @@
 
 config.json is a Qwen3-style config (block drafters have q/k norms on every family) plus the drafter's keys, plus a
 `deepspec` section with our own provenance. The target's embedding and head are never written; where a checkpoint of
-another trainer carries copies of them, the target's own are used.
+another trainer carries copies of them, the target's own are used. A head of a drafter's own (rows of a reduced
+vocabulary, Eagle3's trained ones) is kept. What is different for Eagle3 is in eagle3.py.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import torch
 from torch import Tensor
 
 from ..cache import whole_dir
-from ..checked import ConfigError, InputError
+from ..checked import InputError
+from ..modeling import draft_vocab
 from ..modeling.block import BlockConfig
 from ..modeling.dflash import DFlashConfig
 from ..modeling.drafter import Drafter, DrafterConfig
 from ..modeling.dspark import DSparkConfig
+from ..modeling.eagle3 import Eagle3Config
 from ..modeling.families import read_family
 from ..modeling.spec import BlockSpec
+from ..modeling.vocab import Vocab
+from . import eagle3
 
 COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 """Copies of the target's tensors that other trainers save, and what they are called in Vocab."""
@@ -41,27 +46,37 @@ def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) ->
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
-    config = to_json(drafter.config, drafter.spec, drafter.vocab.size, dtype=next(iter(tensors.values())).dtype)
+    dtype = next(iter(tensors.values())).dtype
+    tensors |= {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in draft_vocab.to_tensors(drafter.vocab).items()
+    }
+    config = to_json(drafter.config, drafter.spec, drafter.vocab, dtype=dtype)
     config["deepspec"] |= provenance
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a block drafter (keys and their traps: facts/formats.md 1.1 and 10.2)."""
-    if not isinstance(config, BlockConfig):
+def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a drafter: its block, its kind's own keys, and ours."""
+    if isinstance(config, Eagle3Config):
+        own = eagle3.to_json(config, spec, vocab)
+    elif isinstance(config, BlockConfig):
+        own = _block_json(config, vocab)
+    else:
         raise TypeError(f"no format for {type(config).__name__} yet")
+    shape = _backbone_json(spec, config.num_draft_layers, vocab.size, dtype)
+    return {**shape, **own, "deepspec": {"format": 1, "drafter": config_to_json(config)}}
+
+
+def _backbone_json(spec: BlockSpec, num_layers: int, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     rope = {key: json.loads(value) for key, value in spec.rope}
-    spark = config if isinstance(config, DSparkConfig) else None
-    ids = list(config.target_layer_ids)
     name = str(dtype).removeprefix("torch.")
     return {
-        "architectures": ["Qwen3DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
-        "model_type": "qwen3",
         "dtype": name,
         "torch_dtype": name,
         "hidden_size": spec.dim,
-        "num_hidden_layers": config.num_draft_layers,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
@@ -72,13 +87,23 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: t
         "max_position_embeddings": spec.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * config.num_draft_layers,
+        "layer_types": ["full_attention"] * num_layers,
         "sliding_window": None,
         "use_sliding_window": False,
         "tie_word_embeddings": False,
         "rope_parameters": rope,
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+    }
+
+
+def _block_json(config: BlockConfig, vocab: Vocab) -> dict[str, Any]:
+    """Keys of a block drafter (and their traps: facts/formats.md 1.1 and 10.2)."""
+    spark = config if isinstance(config, DSparkConfig) else None
+    ids = list(config.target_layer_ids)
+    return {
+        "architectures": ["Qwen3DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
+        "model_type": "qwen3",
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": ids,
@@ -94,7 +119,7 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab_size: int, *, dtype: t
             "target_layer_ids": ids,
             "block_size": config.block_size,
         },
-        "deepspec": {"format": 1, "drafter": config_to_json(config)},
+        **({"draft_vocab_size": vocab.draft_size} if vocab.has_own_head else {}),
     }  # fmt: skip
 
 
@@ -102,19 +127,21 @@ def config_to_json(config: DrafterConfig) -> dict[str, Any]:
     return {"kind": type(config).__name__.removesuffix("Config").lower(), **dataclasses.asdict(config)}
 
 
-def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
-    """The drafter's settings from its config.json; `keys` are the names of its tensors."""
-    kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig}
+def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> DrafterConfig:
+    """The drafter's settings from its config.json; `keys` are the names of its tensors, num_layers the target's."""
+    kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig, "eagle3": Eagle3Config}
     own = dict(raw.get("deepspec", {}).get("drafter", {}))
     if own:
         kind = own.pop("kind", None)
         if kind not in kinds:
             raise InputError(f"drafter kind {kind!r} is unknown; this version reads {', '.join(kinds)}")
         return kinds[kind](**own)
+    if eagle3.is_eagle3(raw, keys):
+        return eagle3.from_json(raw, keys, num_layers)
     nested = raw.get("dflash_config") or {}
     look = {**nested, **{k: v for k, v in raw.items() if v is not None}}
     architecture = (raw.get("architectures") or ["?"])[0]
-    known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
+    known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel", *eagle3.ARCHITECTURES)
     if architecture not in known:
         raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {', '.join(known)}")
     missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids") if k not in look]
@@ -139,6 +166,7 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
         markov_rank=look.get("markov_rank", 256) if markov else 0,
         confidence_head=confidence,
         confidence_with_markov=look.get("confidence_head_with_markov", markov),
+        draft_vocab_size=look.get("draft_vocab_size") if "d2t" in keys else None,
     )
 
 
@@ -149,29 +177,32 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
     fields = {
         k: v
         for k, v in raw.items()
-        if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype")
-    }
+        if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype",
+                     "transformer_layer_config", "eagle_config", "speculators_config")
+    }  # fmt: skip
     if fields.get("rope_parameters"):
         fields.pop("rope_scaling", None)
         fields.pop("rope_theta", None)
-    return read_family(AutoConfig.for_model("qwen3", **fields)).block
+    kind = "llama" if raw.get("model_type") == "llama" else "qwen3"
+    return read_family(AutoConfig.for_model(kind, **fields)).block
 
 
 def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
     """A drafter from a directory or hub id, on the target's device, in its dtype (or in `dtype`).
 
-    Reads DeepSpec's format and z-lab's DFlash. InputError where it is none, is broken, or belongs to another target.
+    Reads DeepSpec's format, z-lab's DFlash and the formats of Eagle3. InputError where it is none, is broken, or belongs
+    to another target.
     """
     folder = find_drafter(path)
-    raw = read_config(folder)
-    tensors = read_tensors(folder)
+    raw = eagle3.flat(read_config(folder))
     try:
-        config = from_json(raw, set(tensors))
-    except ConfigError as error:
-        raise InputError(f"drafter {str(path)!r}: {error}") from None
-    _check_target(str(path), raw, config, target)
-    drafter = config.build(read_spec(raw), target.vocab)
-    _check_copies(str(path), tensors, target)
+        tensors = eagle3.rename(read_tensors(folder))
+        config = from_json(raw, set(tensors), target.num_layers)
+        _check_target(str(path), raw, config, target)
+        _check_copies(str(path), tensors, target, head=isinstance(config, Eagle3Config) or "d2t" in tensors)
+        drafter = config.build(read_spec(raw), draft_vocab.from_tensors(target.vocab, tensors))
+    except InputError as error:
+        raise error if str(error).startswith("drafter ") else InputError(f"drafter {str(path)!r}: {error}") from None
     expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if expected != found:
@@ -247,9 +278,12 @@ def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target:
     config.check_target(num_layers=target.num_layers, vocab_size=target.vocab.size, special_ids={})
 
 
-def _check_copies(path: str, tensors: dict[str, Tensor], target: Any) -> None:
-    """Take copies of the target's tensors out of `tensors`; warn where they are not the target's own."""
+def _check_copies(path: str, tensors: dict[str, Tensor], target: Any, *, head: bool) -> None:
+    """Take copies of the target's tensors out of `tensors`; warn where they are not the target's own. head: whether the
+    drafter may have one of its own, which is left for draft_vocab."""
     for name, attribute in COPIES.items():
+        if head and attribute == "head":
+            continue
         copy = tensors.pop(name, None)
         if copy is None:
             continue
