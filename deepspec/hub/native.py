@@ -190,8 +190,8 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
 def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
     """A drafter from a directory or hub id, on the target's device, in its dtype (or in `dtype`).
 
-    Reads DeepSpec's format, z-lab's DFlash and the formats of Eagle3. InputError where it is none, is broken, or belongs
-    to another target.
+    Reads DeepSpec's format, z-lab's DFlash and the formats of Eagle3. InputError where it is none, is broken, or
+    belongs to another target.
     """
     folder = find_drafter(path)
     raw = eagle3.flat(read_config(folder))

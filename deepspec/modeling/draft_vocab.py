@@ -1,7 +1,7 @@
 """A reduced draft vocabulary: which of the target's V tokens a drafter can propose, and how files store that.
 
-A drafter's head costs D * V products a slot, and most of V is hardly ever written. Verification stays exact: a proposal's
-law is 0 on tokens left out. Letters: V the target's tokens, Vd the kept ones, D hidden.
+A drafter's head costs D * V products a slot, and most of V is hardly ever written. Verification stays exact: a
+proposal's law is 0 on tokens left out. Letters: V the target's tokens, Vd the kept ones, D hidden.
 """
 
 from __future__ import annotations

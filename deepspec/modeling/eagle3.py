@@ -125,13 +125,13 @@ class _UnrolledAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: Unrolled, *own: Tensor) -> Tensor:
         ctx.view = view
         ctx.save_for_backward(q, k, v, *own)
-        (B, A, Q, H), K, out = q.shape, k.shape[2], torch.empty_like(q)
+        B, K, out = len(q), k.shape[2], torch.empty_like(q)
         with torch.autocast(q.device.type, enabled=False):
             for cut, end in view.slices:
                 qs, keys, values, own_k, own_v = _parts(q, k, v, own, cut, end, view.scale)
                 p = view.weights(qs, keys, own_k, cut, end).to(v.dtype)
                 C = qs.shape[2]
-                seen = (p[..., :end] @ values).view(B, K, C, Q // K, H)
+                seen = (p[..., :end] @ values).view(qs.shape)
                 for i, value in enumerate(own_v):
                     seen = seen.addcmul_(p[..., end + i].view(B, K, C, -1, 1), value)
                 out[:, cut] = seen.transpose(1, 2).flatten(2, 3)
@@ -142,7 +142,7 @@ class _UnrolledAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, *own = ctx.saved_tensors
         view: Unrolled = ctx.view
-        (B, _, Q, H), K = q.shape, k.shape[2]
+        B, (K, H) = len(q), k.shape[2:]
         exact = torch.promote_types(q.dtype, torch.float32)
         d_q = torch.empty_like(q)
         d_k, d_v = (torch.zeros(B, K, k.shape[1], H, dtype=exact, device=k.device) for _ in "kv")
@@ -174,7 +174,7 @@ class _UnrolledAttention(torch.autograd.Function):
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, own: Sequence[Tensor], cut: slice, end: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """A slice with heads in front: q [B, K, C, R, H] scaled; k, v [B, K, end, H]; own keys and values [B, K, C, 1, H]."""
+    """A slice, heads in front: q [B, K, C, R, H] scaled; k, v [B, K, end, H]; own keys and values [B, K, C, 1, H]."""
     heads = q[:, cut].unflatten(2, (k.shape[2], -1)).transpose(1, 2) * scale
     mine = [x[:, cut].transpose(1, 2)[:, :, :, None] for x in own]
     return heads, k[:, :end].transpose(1, 2), v[:, :end].transpose(1, 2), mine[0::2], mine[1::2]
@@ -233,7 +233,7 @@ class Eagle3(Drafter):
     def anchors(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor]:
         """Every position whose successor is supervised and whose predecessor has features, ascending, and which are
         real; the rest stand at 0. A is what the fullest row needs, rounded up."""
-        B, T = batch.tokens.shape
+        T = batch.tokens.shape[1]
         document = batch.documents
         same = document[:, 1:] == document[:, :-1]
         usable = torch.zeros_like(batch.loss_mask)
@@ -348,7 +348,9 @@ class Eagle3(Drafter):
         layer, live, B = self._layer, state.live, len(state.lengths)
         rows = torch.tensor(live, device=uniforms.device, dtype=torch.long)
         start = torch.tensor([state.lengths[b] for b in live], device=uniforms.device, dtype=torch.long)
-        x, drawn, laws = state.hidden[rows], [], []
+        x = state.hidden[rows]
+        drawn: list[Tensor] = []
+        laws: list[Tensor] = []
         for g in range(self.num_slots):
             if g:
                 position = start + g - 1

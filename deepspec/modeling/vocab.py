@@ -76,7 +76,7 @@ class Vocab(nn.Module):
         logits = F.linear(hidden.to(head.dtype), head)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    # -- between the V tokens of the target and the Vd of a drafter ------------------------------------------------------
+    # -- between the V tokens of the target and the Vd of a drafter ----------------------------------------------------
 
     def keep(self, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         """A law over V tokens [..., V] -> its part on the kept ones [..., Vd] and the sum of it [...]; None: all."""
