@@ -654,12 +654,13 @@ def test_golden_logits(golden):
 
 
 def test_golden_decoding(golden):
-    """Output ids and rounds of the reference's own decoding loop."""
+    """Output ids and rounds of the reference's own decoding loop, whose last rounds may pass the budget."""
     meta, _, tgt, d = golden
     want, prompt = meta["decode"], meta["decode"]["prompt"]
     n = want["max_new_tokens"]
     out = generate(tgt, d, [prompt], max_new_tokens=n)[0]
     assert out.tokens == want["output_ids"][len(prompt) :][:n]
     rounds = list(zip(want["proposal_lengths"], [a - 1 for a in want["acceptance_lengths"]]))
-    assert out.rounds[:-1] == rounds[: len(out.rounds) - 1] and len(out.rounds) == len(rounds)
+    assert out.rounds[:-1] == rounds[: len(out.rounds) - 1]
+    assert len(out.rounds) <= len(rounds) <= len(out.rounds) + 1
     assert out.tokens == generate(tgt, None, [prompt], max_new_tokens=n)[0].tokens

@@ -3,7 +3,7 @@
 Read: DeepSpec's (`Qwen3Eagle3Model`: q/k norms, `target_layer_ids`), EAGLE's and SpecForge's (`LlamaForCausalLMEagle3`:
 `midlayer.` names, d2t and t2d), ModelOpt's (`eagle_config`) and speculators' (`transformer_layer_config`).
 Written: without q/k norms LlamaForCausalLMEagle3, which vLLM and SGLang load; with them Eagle3Qwen3ForCausalLM, which
-vLLM alone does.
+vLLM alone does; for Gemma targets DeepSpec's form, which no server does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from ..checked import InputError
 from ..modeling.eagle3 import Eagle3Config
-from ..modeling.spec import BlockSpec
 from ..modeling.vocab import Vocab
 
-DEEPSPEC = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
+DEEPSPEC = ("Qwen3Eagle3Model", "Gemma3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = ("Eagle3DraftModel", "Eagle3Speculator")
 ARCHITECTURES = (
     *DEEPSPEC, *SPECULATORS, "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM",
 )  # fmt: skip
+SECTIONS = ("transformer_layer_config", "eagle_config", "speculators_config")
+"""Objects inside a config.json that say nothing of the block."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 RENAMED = {
     "midlayer.": "layers.0.",
@@ -61,7 +62,7 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     return {**(raw.get("transformer_layer_config") or {}), **raw}
 
 
-def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> Eagle3Config:
+def from_json(raw: dict[str, Any], keys: set[str], num_layers: int | None) -> Eagle3Config:
     """Settings of an Eagle3 drafter for a target of num_layers layers; keys: names of its tensors, renamed."""
     for key, only in ONLY.items():
         section, _, name = key.rpartition(".")
@@ -88,13 +89,15 @@ def _draft_size(raw: dict[str, Any], keys: set[str]) -> int | None:
     return size if size != raw.get("vocab_size") and "lm_head.weight" in keys else None
 
 
-def _layer_ids(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _layer_ids(raw: dict[str, Any], num_layers: int | None) -> tuple[int, ...]:
     """0-based layers whose outputs are read, whichever of two conventions a key uses."""
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     top = raw.get("eagle_aux_hidden_state_layer_ids")
     captured = None if top is None else [i - 1 for i in top]  # counts layers already run
     named = [ids for ids in (raw.get("target_layer_ids"), nested, captured) if ids is not None]
     if not named:
+        if num_layers is None:
+            raise InputError("config.json names no target layers")
         return 1, num_layers // 2 - 1, num_layers - 4  # what EAGLE and every server take where nothing is said
     if any(list(ids) != list(named[0]) for ids in named):
         raise InputError(
@@ -104,15 +107,19 @@ def _layer_ids(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     return tuple(named[0])
 
 
-def to_json(config: Eagle3Config, spec: BlockSpec, vocab: Vocab) -> dict[str, Any]:
-    """What an Eagle3 drafter's config.json has beside its block's dimensions."""
+def to_json(config: Eagle3Config, model_type: str, vocab: Vocab) -> dict[str, Any]:
+    """What an Eagle3 drafter's config.json has beside its block's dimensions; model_type: what describes that block."""
     ids = list(config.target_layer_ids)
+    architecture = "Eagle3Qwen3ForCausalLM"
+    if model_type != "qwen3":
+        architecture = model_type.removesuffix("_text").capitalize() + "Eagle3Model"
+    elif not config.qk_norm:
+        model_type, architecture = "llama", "LlamaForCausalLMEagle3"
     return {
-        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         # null is "the target's own head": none is saved then
         "draft_vocab_size": vocab.draft_size if vocab.has_own_head else None,
-        "target_hidden_size": spec.dim,
         "ttt_length": config.block_size,
         "num_aux_hidden_states": len(ids),
         "num_aux_layers": len(ids),

@@ -1,9 +1,9 @@
 """DeepSpec's own drafter format, which vLLM and SGLang read: config.json + model.safetensors.
 
-config.json is a Qwen3-style config (block drafters have q/k norms on every family) plus the drafter's keys, plus a
-`deepspec` section with our own provenance. The target's embedding and head are never written; where a checkpoint of
-another trainer carries copies of them, the target's own are used. A head of a drafter's own (rows of a reduced
-vocabulary, Eagle3's trained ones) is kept. What is different for Eagle3 is in eagle3.py.
+config.json is a Qwen3-style config (block drafters have q/k norms on every family; Gemma blocks have a Gemma config)
+plus the drafter's keys, plus a `deepspec` section with our own provenance. The target's embedding and head are never
+written; where a checkpoint of another trainer carries copies of them, the target's own are used. A head of a drafter's
+own (rows of a reduced vocabulary, Eagle3's trained ones) is kept. What is different for Eagle3 is in eagle3.py.
 """
 
 from __future__ import annotations
@@ -59,51 +59,54 @@ def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) ->
 
 def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a drafter: its block, its kind's own keys, and ours."""
+    model_type, style = _style(spec, vocab)
     if isinstance(config, Eagle3Config):
-        own = eagle3.to_json(config, spec, vocab)
+        window, own = None, eagle3.to_json(config, model_type, vocab)
     elif isinstance(config, BlockConfig):
-        own = _block_json(config, vocab)
+        window, own = config.sliding_window, _block_json(config, model_type, vocab)
     else:
         raise TypeError(f"no format for {type(config).__name__} yet")
-    shape = _backbone_json(spec, config.num_draft_layers, vocab.size, dtype)
-    return {**shape, **own, "deepspec": {"format": 1, "drafter": config_to_json(config)}}
-
-
-def _backbone_json(spec: BlockSpec, num_layers: int, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     rope = {key: json.loads(value) for key, value in spec.rope}
+    if window is not None and "full_attention" in rope:
+        rope["sliding_attention"] = rope["full_attention"]  # layer types choose the mask here, not the rotary
     name = str(dtype).removeprefix("torch.")
     return {
         "dtype": name,
         "torch_dtype": name,
         "hidden_size": spec.dim,
-        "num_hidden_layers": num_layers,
+        "target_hidden_size": vocab.dim,
+        "num_hidden_layers": config.num_draft_layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": spec.mlp_dim,
         "hidden_act": spec.act,
         "rms_norm_eps": spec.norm_eps,
-        "vocab_size": vocab_size,
+        "vocab_size": vocab.size,
         "max_position_embeddings": spec.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": ["sliding_attention" if window else "full_attention"] * config.num_draft_layers,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
         "tie_word_embeddings": False,
+        **style,
         "rope_parameters": rope,
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        **own,
+        "deepspec": {"format": 1, "drafter": config_to_json(config)},
     }
 
 
-def _block_json(config: BlockConfig, vocab: Vocab) -> dict[str, Any]:
+def _block_json(config: BlockConfig, model_type: str, vocab: Vocab) -> dict[str, Any]:
     """Keys of a block drafter (and their traps: facts/formats.md 1.1 and 10.2)."""
     spark = config if isinstance(config, DSparkConfig) else None
     ids = list(config.target_layer_ids)
+    prefix = model_type.removesuffix("_text").capitalize()
     return {
-        "architectures": ["Qwen3DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
-        "model_type": "qwen3",
+        "architectures": [f"{prefix}DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
+        "model_type": model_type,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": ids,
@@ -118,16 +121,39 @@ def _block_json(config: BlockConfig, vocab: Vocab) -> dict[str, Any]:
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": ids,
             "block_size": config.block_size,
+            # servers take sliding layers for causal ones otherwise
+            **({} if config.sliding_window is None else {"causal": False}),
         },
         **({"draft_vocab_size": vocab.draft_size} if vocab.has_own_head else {}),
     }  # fmt: skip
+
+
+def _style(spec: BlockSpec, vocab: Vocab) -> tuple[str, dict[str, Any]]:
+    """The model_type that describes this block, and the keys it has beyond Qwen3's."""
+    if not spec.sandwich:
+        return "qwen3", {}
+    gemma = {
+        "hidden_activation": spec.act,
+        "final_logit_softcapping": vocab.softcap,
+        "use_bidirectional_attention": None,
+    }
+    if not spec.layer_scalar:
+        return "gemma3_text", gemma | {"query_pre_attn_scalar": round(spec.attn_scale**-2)}
+    return "gemma4_text", gemma | {
+        "global_head_dim": spec.head_dim,
+        "num_global_key_value_heads": spec.kv_heads,
+        "attention_k_eq_v": spec.share_kv,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+    }
 
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
     return {"kind": type(config).__name__.removesuffix("Config").lower(), **dataclasses.asdict(config)}
 
 
-def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> DrafterConfig:
+def from_json(raw: dict[str, Any], keys: set[str], num_layers: int | None = None) -> DrafterConfig:
     """The drafter's settings from its config.json; `keys` are the names of its tensors, num_layers the target's."""
     kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig, "eagle3": Eagle3Config}
     own = dict(raw.get("deepspec", {}).get("drafter", {}))
@@ -141,9 +167,10 @@ def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> DrafterCo
     nested = raw.get("dflash_config") or {}
     look = {**nested, **{k: v for k, v in raw.items() if v is not None}}
     architecture = (raw.get("architectures") or ["?"])[0]
-    known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel", *eagle3.ARCHITECTURES)
+    known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
     if architecture not in known:
-        raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {', '.join(known)}")
+        readable = ", ".join((*known, *eagle3.ARCHITECTURES))
+        raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {readable}")
     missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids") if k not in look]
     if missing:
         raise InputError(f"config.json has no {', '.join(missing)}")
@@ -155,6 +182,7 @@ def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> DrafterCo
         "num_draft_layers": raw["num_hidden_layers"],
         "num_anchors": look.get("num_anchors", 512),
         "sample_from_anchor": from_anchor,
+        "sliding_window": _window(raw, nested),
     }
     markov = "markov_head.markov_w1.weight" in keys
     confidence = "confidence_head.proj.weight" in keys
@@ -170,20 +198,35 @@ def from_json(raw: dict[str, Any], keys: set[str], num_layers: int) -> DrafterCo
     )
 
 
+def _window(raw: dict[str, Any], nested: dict[str, Any]) -> int | None:
+    """The window of a foreign drafter's layers, None where there is none. InputError where its layers differ, or where
+    its blocks are causal: a drafter decoded with another mask than it was trained with only drafts worse."""
+    kinds = set(raw.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or nested.get("causal") is not False:
+        raise InputError(
+            f"layer_types {sorted(kinds)} with dflash_config.causal {nested.get('causal')}: sliding layers are read "
+            "where all layers are sliding and dflash_config.causal is false"
+        )
+    return int(raw["sliding_window"])
+
+
 def read_spec(raw: dict[str, Any]) -> BlockSpec:
-    """The drafter's own block, from its config.json: widths and rotary may differ from the target's."""
+    """The drafter's own block, from its config.json: its family, widths and rotary may differ from the target's."""
     from transformers import AutoConfig
 
-    fields = {
-        k: v
-        for k, v in raw.items()
-        if k not in ("deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype",
-                     "transformer_layer_config", "eagle_config", "speculators_config")
-    }  # fmt: skip
+    kind = str(raw.get("model_type"))
+    kind = kind if kind.startswith("gemma") or kind == "llama" else "qwen3"
+    skip = {"deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype", *eagle3.SECTIONS}
+    fields = {k: v for k, v in raw.items() if k not in skip}
+    if kind.startswith("gemma"):  # of a Gemma, the rotary of full attention is read, whatever the window
+        rope = {k: v for k, v in (raw.get("rope_parameters") or {}).items() if isinstance(v, dict)}
+        full = ["full_attention"] * raw["num_hidden_layers"]
+        fields |= {"layer_types": full, "sliding_window": 512, "rope_parameters": rope or None}
     if fields.get("rope_parameters"):
         fields.pop("rope_scaling", None)
         fields.pop("rope_theta", None)
-    kind = "llama" if raw.get("model_type") == "llama" else "qwen3"
     return read_family(AutoConfig.for_model(kind, **fields)).block
 
 
@@ -194,9 +237,9 @@ def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "t
     belongs to another target.
     """
     folder = find_drafter(path)
-    raw = eagle3.flat(read_config(folder))
+    raw, tensors = eagle3.flat(read_config(folder)), read_tensors(folder)
     try:
-        tensors = eagle3.rename(read_tensors(folder))
+        tensors = eagle3.rename(tensors)
         config = from_json(raw, set(tensors), target.num_layers)
         _check_target(str(path), raw, config, target)
         _check_copies(str(path), tensors, target, head=isinstance(config, Eagle3Config) or "d2t" in tensors)
@@ -266,10 +309,10 @@ def _strip(name: str) -> str:
 
 
 def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target: Any) -> None:
-    if raw.get("hidden_size") != target.spec.dim:
+    hidden = raw.get("target_hidden_size") or raw.get("hidden_size")
+    if hidden != target.spec.dim:
         raise InputError(
-            f"drafter {path!r} is for a target of hidden size {raw.get('hidden_size')}; "
-            f"{target.name!r} has {target.spec.dim}"
+            f"drafter {path!r} is for a target of hidden size {hidden}; {target.name!r} has {target.spec.dim}"
         )
     if raw.get("vocab_size") != target.vocab.size:
         raise InputError(

@@ -20,12 +20,17 @@ _SCORES_ALIVE = 1 << 26
 """Scores the SDPA backend keeps for backward before it recomputes them in slices of anchors (256 MiB in float32)."""
 
 
-def sees_context(anchor: Tensor, anchor_document: Tensor, position: Tensor, document: Tensor) -> Tensor:
-    """The rule, for broadcastable tensors: a block sees context strictly before its anchor, in its own document.
+def sees_context(
+    anchor: Tensor, anchor_document: Tensor, position: Tensor, document: Tensor, slot: Tensor | int = 0,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The rule, for broadcastable tensors: a block sees context strictly before its anchor, in its own document, and
+    with a window only what is less than `window` positions before the slot that looks, as servers count it.
 
     `anchor` and `position` are places in the row. Within itself a block sees every slot, other blocks never.
     """
-    return (position < anchor) & (document == anchor_document)
+    seen = (position < anchor) & (document == anchor_document)
+    return seen if window is None else seen & (position > anchor + slot - window)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Anchored:
     document: Tensor
     slots: int
     backend: Backend = "auto"
+    window: int | None = None
 
     def attend(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """q [B, N, Q, H]; context keys and values [B, T, K, H]; the blocks' own [B, N, K, H] -> [B, N, Q, H]."""
@@ -54,12 +60,12 @@ class Anchored:
         from torch.nn.attention.flex_attention import create_block_mask
 
         (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
-        anchors, own, document = self.anchors, self.own_document, self.document
+        anchors, own, document, window = self.anchors, self.own_document, self.document, self.window
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             block = (q // G).clamp(max=A - 1)  # lengths are rounded up to tiles: indices may run past the end
             place = k.clamp(max=T - 1)
-            context = sees_context(anchors[b, block], own[b, block], k, document[b, place])
+            context = sees_context(anchors[b, block], own[b, block], k, document[b, place], q % G, window)
             return torch.where(k < T, context, (k - T) // G == q // G)
 
         return create_block_mask(visible, B, None, A * G, T + A * G, device=anchors.device)
@@ -75,10 +81,12 @@ class Anchored:
 
     @functools.cached_property
     def _context_mask(self) -> Tensor:
-        place = torch.arange(self.document.shape[1], device=self.document.device)
-        return sees_context(
-            self.anchors[..., None], self.own_document[..., None], place, self.document[:, None]
-        )  # [B, A, T]
+        """[B, A, 1, T], or [B, A, G, T] where a window makes slots differ."""
+        device = self.document.device
+        place = torch.arange(self.document.shape[1], device=device)
+        slot = torch.arange(1 if self.window is None else self.slots, device=device)[:, None]
+        anchor, own = self.anchors[..., None, None], self.own_document[..., None, None]
+        return sees_context(anchor, own, place, self.document[:, None, None], slot, self.window)
 
     def _sdpa(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
@@ -97,15 +105,16 @@ class Anchored:
 
 
 def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: Tensor) -> Tensor:
-    """q [B, A, G, K, R, H] (scaled), context [B, T, K, H], blocks [B, A, G, K, H], mask [B, A, T] -> [B, A, G, Q, H].
+    """q [B, A, G, K, R, H] (scaled), context [B, T, K, H], blocks [B, A, G, K, H], mask [B, A, 1 or G, T] ->
+    [B, A, G, Q, H].
 
     Softmax over the concatenated scores is the exact merge: no log-sum-exp whose gradient could be lost.
     """
     B, A, G, K, R, H = q.shape
     T = ck.shape[1]
     q = q.permute(0, 3, 1, 4, 2, 5)  # [B, K, A, R, G, H]
-    far = (q.reshape(B, K, A * R * G, H) @ ck.permute(0, 2, 3, 1)).view(B, K, A, R * G, T)
-    far = far.masked_fill(~mask[:, None, :, None], -torch.inf)
+    far = (q.reshape(B, K, A * R * G, H) @ ck.permute(0, 2, 3, 1)).view(B, K, A, R, G, T)
+    far = far.masked_fill(~mask[:, None, :, None], -torch.inf).view(B, K, A, R * G, T)
     near = q.reshape(B, K, A, R * G, H) @ bk.permute(0, 3, 1, 4, 2)  # [B, K, A, R * G, G]
     weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(cv.dtype)
     out = (weights[..., :T].reshape(B, K, A * R * G, T) @ cv.transpose(1, 2)).view(B, K, A, R * G, H)

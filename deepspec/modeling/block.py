@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from ..sampling import ANCHOR, Sampling, uniforms
 from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list
 from .drafter import Batch, Drafter, DrafterConfig, Proposal
-from .layers import Block, RMSNorm, Rotary
+from .layers import Block, Rotary, spec_norm
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -35,12 +35,26 @@ class BlockConfig(DrafterConfig):
     sample_from_anchor: bool = True
     """True: the anchor's own position predicts slot 0, so a block drafts block_size tokens (the paper, DeepSpec).
     False: the anchor is known and masks predict their own position, block_size - 1 tokens (z-lab's DFlash)."""
+    width: int | None = None
+    """Hidden size of the drafter; None is the target's. Another one is projected to and from at the two ends."""
+    mlp_width: int | None = None
+    """Width of its MLPs; None is the target's, in proportion to `width`."""
+    sliding_window: int | None = None
+    """Context a slot sees, itself counted: the positions less than this far before it; None is all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_draft_layers >= 1, f"drafter.num_draft_layers must be >= 1, got {self.num_draft_layers}")
         require(self.num_anchors >= 1, f"drafter.num_anchors must be >= 1, got {self.num_anchors}")
         require(self.mask_token_id >= 0, f"drafter.mask_token_id must be >= 0, got {self.mask_token_id}")
+        for name in ("width", "mlp_width"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"drafter.{name} must be >= 1 or None, got {value}")
+        require(
+            self.sliding_window is None or self.sliding_window > self.block_size,
+            f"drafter.sliding_window ({self.sliding_window}) must be greater than drafter.block_size "
+            f"({self.block_size}): a block sees all of itself and some context",
+        )
         require(
             self.sample_from_anchor or self.block_size >= 2,
             "drafter.block_size must be >= 2 where sample_from_anchor is false: one place is the anchor's",
@@ -58,6 +72,11 @@ class BlockConfig(DrafterConfig):
                 f"drafter.mask_token_id {self.mask_token_id} is the target's {kind} token, which text uses; "
                 "choose an id that text never uses",
             )
+
+    def shape(self, spec: BlockSpec) -> BlockSpec:
+        """The drafter's own block: the target's, or one of other widths. Leaves one that has them as it is."""
+        mlp = self.mlp_width or (spec.mlp_dim if self.width is None else round(spec.mlp_dim * self.width / spec.dim))
+        return replace(spec, dim=self.width or spec.dim, mlp_dim=mlp)
 
 
 @dataclass
@@ -81,15 +100,19 @@ class BlockDrafter(Drafter):
 
     def __init__(self, config: BlockConfig, spec: BlockSpec, vocab: Vocab) -> None:
         super().__init__()
-        if vocab.dim != spec.dim:
+        spec = config.shape(spec)
+        if vocab.dim != spec.dim and config.width is None:
             raise ValueError(f"the vocabulary has width {vocab.dim}, the block {spec.dim}")
         self.config, self.spec = config, spec
         # not a submodule: moving, casting, saving or sharding a drafter must leave the target's own tensors alone
         object.__setattr__(self, "vocab", vocab)
-        self.fc = nn.Linear(len(config.target_layer_ids) * spec.dim, spec.dim, bias=False)
-        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.fc = nn.Linear(len(config.target_layer_ids) * vocab.dim, spec.dim, bias=False)
+        self.hidden_norm = spec_norm(spec)
         self.layers = nn.ModuleList([Block(spec) for _ in range(config.num_draft_layers)])
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm = spec_norm(spec)
+        other = spec.dim != vocab.dim
+        self.embed_proj = nn.Linear(vocab.dim, spec.dim, bias=False) if other else None
+        self.out_proj = nn.Linear(spec.dim, vocab.dim, bias=False) if other else None
         self.rotary = Rotary(spec)
 
     @property
@@ -120,13 +143,13 @@ class BlockDrafter(Drafter):
         context_rotary = self.rotary(positions)
         width = self.config.block_size
         at = positions.gather(1, anchors)[..., None] + torch.arange(width, device=anchors.device)
-        x = self._cast(self.vocab.embed(self._inputs(batch.tokens.gather(1, anchors)))).flatten(1, 2)
+        x = self._embed(batch.tokens.gather(1, anchors)).flatten(1, 2)
         rotary = self.rotary(at.flatten(1))
-        view = Anchored(anchors, documents, width, self.attention)
+        view = Anchored(anchors, documents, width, self.attention, self.config.sliding_window)
         for layer in self._blocks():
             injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
             x = layer(x, rotary, lambda q, k, v, c=injected, s=scale: view.attend(q, c, (k, v), s))
-        return self._slots(self.norm(x).unflatten(1, (anchors.shape[1], width)))
+        return self._slots(x.unflatten(1, (anchors.shape[1], width)))
 
     def _blocks(self) -> list[Block]:
         return [layer for layer in self.layers if isinstance(layer, Block)]  # ModuleList forgets what it holds
@@ -135,17 +158,19 @@ class BlockDrafter(Drafter):
         """The target's dtype -> the drafter's; autocast does it by itself."""
         return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
 
-    def _inputs(self, anchor_tokens: Tensor) -> Tensor:
-        """[...] -> [..., block_size]: the anchor, then masks."""
+    def _embed(self, anchor_tokens: Tensor) -> Tensor:
+        """[...] -> block input [..., block_size, D]: the anchor, then masks."""
         tokens = torch.full(
             (*anchor_tokens.shape, self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device
         )
         tokens[..., 0] = anchor_tokens
-        return tokens
+        x = self._cast(self.vocab.embed(tokens))
+        return x if self.embed_proj is None else self.embed_proj(x)
 
-    def _slots(self, states: Tensor) -> Tensor:
-        """[..., block_size, D] -> [..., G, D]."""
-        return states if self.config.sample_from_anchor else states[..., 1:, :]
+    def _slots(self, x: Tensor) -> Tensor:
+        """What the layers leave [..., block_size, D] -> slot states that the target's head reads [..., G, D]."""
+        x = self.norm(x if self.config.sample_from_anchor else x[..., 1:, :])
+        return x if self.out_proj is None else self.out_proj(x)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -201,14 +226,18 @@ class BlockDrafter(Drafter):
         start = torch.tensor(ends, device=device)
         positions = start[:, None] + torch.arange(width, device=device)
         anchors = state.anchors if rows is None else state.anchors[rows]
-        x, rotary = self._cast(self.vocab.embed(self._inputs(anchors))), self.rotary(positions)
+        x, rotary = self._embed(anchors), self.rotary(positions)
         numbers = torch.arange(len(live), device=device) if rows is None else rows
         where = (numbers[:, None] * state.cache.capacity + positions).flatten()
+        window = self.config.sliding_window
         mask = None
-        if min(ends) != max(ends):  # a row sees its own context and block, not what lies beyond
-            mask = (torch.arange(longest, device=device) < (start + width)[:, None])[:, None, None].expand(
-                -1, 1, width, -1
-            )
+        if min(ends) != max(ends) or (window is not None and longest > window):
+            # a row sees its own context, no farther back than the window, and its block; not what lies beyond
+            key = torch.arange(longest, device=device)
+            own = (key < positions[:, -1:] + 1)[:, None]
+            if window is not None:
+                own = own & ((key > positions[..., None] - window) | (key >= start[:, None])[:, None])
+            mask = own[:, None].expand(-1, 1, width, -1)
         for i, layer in enumerate(self._blocks()):
 
             def look(q: Tensor, k: Tensor, v: Tensor, i: int = i, scale: float = layer.self_attn.scale) -> Tensor:
@@ -217,4 +246,4 @@ class BlockDrafter(Drafter):
                 return attend(q.transpose(1, 2), keys, values, mask, scale).transpose(1, 2)
 
             x = layer(x, rotary, look)
-        return self._slots(self.norm(x))
+        return self._slots(x)

@@ -53,14 +53,14 @@ class DSpark(BlockDrafter):
         check(config.draft_vocab_size, vocab)
         self.markov_head: SequentialHead | None = None
         if config.markov_rank:
-            size = (spec.dim, vocab.size, config.markov_rank)
+            size = (vocab.dim, vocab.size, config.markov_rank)
             rnn, gated = config.markov_head_type == "rnn", config.markov_head_type == "gated"
             self.markov_head = RNNHead(*size) if rnn else MarkovHead(*size, gated=gated)
             if vocab.kept is not None:  # it reads any token and adds to those that can be drafted
                 self.markov_head.markov_w2 = nn.Linear(config.markov_rank, vocab.draft_size, bias=False)
         self.confidence_head: ConfidenceHead | None = None
         if config.confidence_head:
-            self.confidence_head = ConfidenceHead(spec.dim + config.markov_rank * config.confidence_reads_markov)
+            self.confidence_head = ConfidenceHead(vocab.dim + config.markov_rank * config.confidence_reads_markov)
 
     @property
     def rows_out(self) -> Tensor | None:

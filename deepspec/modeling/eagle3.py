@@ -23,7 +23,7 @@ from .attention import attend
 from .cache import KVCache, Ragged, as_list
 from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
-from .layers import Block, RMSNorm, Rotary
+from .layers import Block, RMSNorm, Rotary, spec_norm
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -215,7 +215,7 @@ class Eagle3(Drafter):
         norms = [RMSNorm(spec.dim, spec.norm_eps) for _ in range(taps)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList([Block(spec, aside=True, qk_norm=config.qk_norm)])
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm = spec_norm(spec)
         self.rotary = Rotary(spec)
 
     @property

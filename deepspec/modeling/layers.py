@@ -13,15 +13,16 @@ ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approxim
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32 whatever the input's dtype."""
+    """Root-mean-square norm in float32 whatever the input's dtype, times offset + weight; it starts as times one."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float() + self.offset if self.offset else self.weight.float()
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -80,11 +81,12 @@ class Attention(nn.Module):
         super().__init__()
         width = spec.dim if width is None else width
         self.head_dim, self.scale = spec.head_dim, spec.attn_scale
+        self.norm_values, self.eps = spec.norm_values, spec.norm_eps
         self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = None if spec.share_kv else nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
-        norms = [RMSNorm(spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity() for _ in "qk"]
+        norms = [RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if qk_norm else nn.Identity() for _ in "qk"]
         self.q_norm, self.k_norm = norms
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -92,7 +94,11 @@ class Attention(nn.Module):
 
     def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [..., width] -> keys and values, each [..., K, H]."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x))), rotary), self._heads(self.v_proj(x))
+        keys = self._heads(self.k_proj(x))
+        values = keys if self.v_proj is None else self._heads(self.v_proj(x))
+        if self.norm_values:
+            values = F.rms_norm(values.float(), values.shape[-1:], None, self.eps).to(values.dtype)
+        return rotate(self.k_norm(keys), rotary), values
 
     def q(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """x [..., width] -> queries [..., Q, H]."""
@@ -100,19 +106,25 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm decoder block; `attend(q, k, v)` decides what its queries see.
+    """A pre-norm decoder block, Gemma's where the spec says so; `attend(q, k, v)` decides what its queries see.
 
     With `aside` (Eagle3) its attention reads two streams, a second one beside the residual: `hidden_norm` norms the
     residual, `input_layernorm` the other.
     """
 
+    layer_scalar: Tensor | None
+
     def __init__(self, spec: BlockSpec, *, aside: bool = False, qk_norm: bool = True) -> None:
         super().__init__()
         self.self_attn = Attention(spec, width=2 * spec.dim if aside else spec.dim, qk_norm=qk_norm)
         self.mlp = GatedMLP(spec)
-        self.input_layernorm = RMSNorm(spec.dim, spec.norm_eps)
-        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps) if aside else None
-        self.post_attention_layernorm = RMSNorm(spec.dim, spec.norm_eps)
+        self.input_layernorm = spec_norm(spec)
+        self.hidden_norm = spec_norm(spec) if aside else None
+        # after the attention: on the residual stream, or on the branch's output where norms are sandwiched
+        self.post_attention_layernorm = spec_norm(spec)
+        self.pre_feedforward_layernorm = spec_norm(spec) if spec.sandwich else None
+        self.post_feedforward_layernorm = spec_norm(spec) if spec.sandwich else None
+        self.register_buffer("layer_scalar", torch.ones(1) if spec.layer_scalar else None)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend) -> Tensor:  # type: ignore[no-untyped-def]
         """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]."""
@@ -121,5 +133,16 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, seen: Tensor) -> Tensor:
         """The block after its attention: residual x [..., D] and what the queries saw [..., Q, H] -> [..., D]."""
-        x = x + self.self_attn.o_proj(seen.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        branch = self.self_attn.o_proj(seen.flatten(-2))
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + branch
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        else:
+            x = x + self.post_attention_layernorm(branch)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x if self.layer_scalar is None else x * self.layer_scalar
+
+
+def spec_norm(spec: BlockSpec) -> RMSNorm:
+    """A norm of the residual stream as `spec` has them."""
+    return RMSNorm(spec.dim, spec.norm_eps, spec.norm_offset)

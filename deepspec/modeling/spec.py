@@ -24,6 +24,16 @@ class BlockSpec(Checked):
     """Multiplies cos and sin (attention factor of YaRN and its kind)."""
     attn_scale: float
     """Multiplies query-key products."""
+    norm_offset: float = 0.0
+    """Added to every stored norm weight (Gemma 3 stores them as distances from 1)."""
+    sandwich: bool = False
+    """Norms on each branch's output too (Gemma), not only on its input."""
+    share_kv: bool = False
+    """Values are the keys' projection, before norm and rotary (Gemma 4's full-attention layers)."""
+    norm_values: bool = False
+    """Values pass a norm without weights (Gemma 4)."""
+    layer_scalar: bool = False
+    """A stored number multiplies the block's output (Gemma 4)."""
     max_positions: int = 32768
     rope: tuple[tuple[str, str], ...] = ()
     """The target's rope_parameters as (key, JSON value) pairs, copied into saved configs."""

@@ -6,7 +6,8 @@ To add a family, write `families/<model_type>.py` with one function:
         return Family(block=BlockSpec(dim=config.hidden_size, ...), softcap=None, embed_scale=None)
 
 `config` is the text config of the model. `rotary(config, RotaryClass)` gives the rotary frequencies in the form every
-supported transformers release computes them. The law tests in tests/test_target.py then run over it.
+supported transformers release computes them. Add a tiny config to TEXT in tests/test_families.py: its laws then
+run over the new family.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from typing import Any
 from ...checked import InputError
 from ..spec import BlockSpec
 
-ALIASES = {"qwen2": "llama", "mistral": "llama"}
+ALIASES = {
+    "qwen2": "llama",
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
+}
 """model_type -> family file, for architectures whose draft block another family already describes."""
 
 
@@ -51,12 +58,23 @@ def read_family(config: Any) -> Family:
     return family.read(config)
 
 
-def rotary(config: Any, cls: type) -> tuple[tuple[float, ...], float]:
-    """Inverse frequencies and the factor on cos and sin, from transformers' own module, so every scaling is right."""
-    if rope_parameters(config).get("rope_type") == "dynamic":
+def rotary(config: Any, cls: type, layer_type: str | None = None) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies and the factor on cos and sin, from transformers' own module, so every scaling is right.
+    `layer_type`: of these layers, where kinds of layers differ."""
+    parameters = rope_parameters(config)
+    if (parameters if layer_type is None else parameters[layer_type]).get("rope_type") == "dynamic":
         raise InputError("a target with dynamic rope scaling has no fixed frequencies to build a drafter from")
-    module = cls(config)
-    return tuple(module.inv_freq.tolist()), float(module.attention_scaling)
+    module, prefix = cls(config), "" if layer_type is None else f"{layer_type}_"
+    inv_freq, factor = getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
+    return tuple(inv_freq.tolist()), float(factor)
+
+
+def refuse_bidirectional(config: Any) -> None:
+    """InputError for embedding models, whose text tokens look ahead; 'vision' leaves text causal."""
+    if config.use_bidirectional_attention not in (None, False, "vision"):
+        raise InputError(
+            f"a {config.model_type} with use_bidirectional_attention writes no text; it cannot be a target"
+        )
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
