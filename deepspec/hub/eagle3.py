@@ -84,6 +84,17 @@ def from_json(raw: dict[str, Any], keys: set[str], num_layers: int | None) -> Ea
     )
 
 
+def check_target(raw: dict[str, Any], vocab: Vocab) -> None:
+    """InputError where a drafter that reads plain embeddings meets a target that scales them (Gemma): servers' and
+    trainers' Eagle3 classes use the table's rows as they are and cap no logits."""
+    architecture = (raw.get("architectures") or ["?"])[0]
+    if architecture not in DEEPSPEC and "deepspec" not in raw and vocab.embed_scale is not None:
+        raise InputError(
+            f"{architecture} reads unscaled embeddings; with a target that scales them, only "
+            f"{', '.join(DEEPSPEC[1:])} can be read"
+        )
+
+
 def _draft_size(raw: dict[str, Any], keys: set[str]) -> int | None:
     size = raw.get("draft_vocab_size")
     return size if size != raw.get("vocab_size") and "lm_head.weight" in keys else None

@@ -242,6 +242,8 @@ def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "t
         tensors = eagle3.rename(tensors)
         config = from_json(raw, set(tensors), target.num_layers)
         _check_target(str(path), raw, config, target)
+        if isinstance(config, Eagle3Config):
+            eagle3.check_target(raw, target.vocab)
         _check_copies(str(path), tensors, target, head=isinstance(config, Eagle3Config) or "d2t" in tensors)
         drafter = config.build(read_spec(raw), draft_vocab.from_tensors(target.vocab, tensors))
     except InputError as error:

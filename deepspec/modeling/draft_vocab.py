@@ -6,7 +6,7 @@ proposal's law is 0 on tokens left out. Letters: V the target's tokens, Vd the k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,27 @@ from torch import Tensor
 from ..checked import InputError, require
 from .vocab import Vocab
 
+FLUSH = 1 << 20
+"""Supervised tokens counted at once."""
 
-def count(rows: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """How often each token is supervised [V] long; rows: (tokens [T], loss mask [T] bool)."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+
+def for_training(vocab: Vocab, size: int | None, rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Vocab:
+    """The vocabulary of a new drafter with draft_vocab_size `size`: the ids that `rows` supervise most; None: all.
+
+    rows: tokens and loss mask of every training row.
+    """
+    return vocab if size is None else reduce(vocab, choose(count(rows, vocab.size), size))
+
+
+def count(rows: Iterable[tuple[Sequence[int], Sequence[bool]]], vocab_size: int) -> Tensor:
+    """How often each token is supervised [V] long; rows: (tokens [T], loss mask [T])."""
+    counts, waiting = torch.zeros(vocab_size, dtype=torch.long), []
     for tokens, mask in rows:
-        counts += torch.bincount(torch.as_tensor(tokens)[torch.as_tensor(mask).bool()].cpu(), minlength=vocab_size)
-    return counts
+        waiting += [t for t, m in zip(tokens, mask) if m]
+        if len(waiting) > FLUSH:
+            counts += torch.bincount(torch.tensor(waiting), minlength=vocab_size)
+            waiting.clear()
+    return counts + torch.bincount(torch.tensor(waiting, dtype=torch.long), minlength=vocab_size)
 
 
 def choose(counts: Tensor, size: int) -> Tensor:
@@ -57,7 +71,7 @@ def check(config_size: int | None, vocab: Vocab) -> None:
     require(
         (config_size or vocab.size) == vocab.draft_size,
         f"drafter.draft_vocab_size is {config_size}, the vocabulary drafts {vocab.draft_size} of {vocab.size} tokens; "
-        "reduce it first: draft_vocab.reduce(target.vocab, draft_vocab.choose(counts, size))",
+        "a reduced vocabulary comes from draft_vocab.for_training(target.vocab, size, rows)",
     )
 
 
