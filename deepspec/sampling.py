@@ -61,6 +61,12 @@ class Sampling(Checked):
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [..., V], uniform [...] in (0, 1) -> token ids [...], and the law they were drawn from [..., V]."""
+        probs = self.probs(logits)
+        # of a one-hot, the inverse CDF is its place, whatever the uniform
+        return (logits.argmax(-1) if self.temperature == 0 else draw(probs, uniform)), probs
+
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse CDF in float64: weights [..., V] >= 0 (of any positive sum), uniform [...] in (0, 1) -> token ids [...].
@@ -74,12 +80,17 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def uniforms(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
     """Uniforms in (0, 1), float64, 48 bits: seeds and positions long, broadcast together -> their shape.
 
-    Products stay below 2^63, so no arithmetic overflows and every device agrees. 48 bits keep u * total < total.
+    Products stay below 2^63, so no arithmetic overflows and every device agrees. 48 bits keep u * total < total. Two
+    lanes of 32 bits, salted at the seed: where two requests meet in one lane they part in the other, so that no request
+    replays another's numbers.
     """
-    high = _mix(_mix(_mix(seeds & _MASK32) ^ (seeds >> 32 & _MASK32)) ^ (positions & _MASK32)) ^ (stream * 0x3C6EF372)
-    high = _mix(high & _MASK32)
-    low = _mix(high ^ 0x1B873593)
-    return ((high << 16 | low >> 16).double() + 0.5) * 2.0**-48
+    x, y = (_lane(seeds, positions, stream, salt) for salt in (0, 0x1B873593))
+    return (((x ^ y) << 16 | y >> 16).double() + 0.5) * 2.0**-48
+
+
+def _lane(seeds: Tensor, positions: Tensor, stream: int, salt: int) -> Tensor:
+    x = _mix(_mix(seeds & _MASK32 ^ salt) ^ (seeds >> 32 & _MASK32))
+    return _mix(_mix(x ^ (positions & _MASK32)) ^ stream * 0x3C6EF372 & _MASK32)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Eagle3 for Qwen3-4B with the paper's settings: seven unrolled steps, kl, the same target layers as the others.
 
-Without q/k norms, unlike DeepSpec's own checkpoints, because SGLang and most of vLLM load no others; qk_norm=True is the
+Without q/k norms, unlike DeepSpec's own checkpoints: SGLang and most of vLLM load no others; qk_norm=True is the
 paper's. Answers come first: python -m deepspec.data answers --target Qwen/Qwen3-4B --prompts FILE --out (data.path)
 """
 

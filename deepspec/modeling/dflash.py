@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..sampling import Sampling, draw
+from ..sampling import Sampling
 from .block import BlockConfig, BlockDrafter
 from .drafter import Proposal, certain
 from .spec import BlockSpec
@@ -29,6 +29,5 @@ class DFlash(BlockDrafter):
         return certain(prev)
 
     def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        probs = sampling.probs(self.vocab.logits(hidden))
-        tokens = draw(probs, uniforms)
+        tokens, probs = sampling.draw(self.vocab.logits(hidden), uniforms)
         return Proposal(tokens, probs, certain(tokens).sigmoid())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import require
-from ..sampling import Sampling, draw
+from ..sampling import Sampling
 from .block import BlockConfig, BlockDrafter
 from .draft_vocab import check
 from .drafter import Proposal, certain
@@ -88,16 +88,14 @@ class DSpark(BlockDrafter):
         base = self.vocab.logits(hidden)
         head = self.markov_head
         if head is None:
-            law = sampling.probs(base)
-            tokens, probs = self.vocab.to_target(draw(law, uniforms)), self.vocab.spread(law)
+            tokens, probs = self.vocab.full(*sampling.draw(base, uniforms))
         else:
             state, prev, drawn, laws = head.start(hidden), anchors, [], []
             for g in range(base.shape[1]):
                 state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
-                law = sampling.probs(base[:, g] + head.markov_w2(row))
-                prev = self.vocab.to_target(draw(law, uniforms[:, g]))
-                laws.append(self.vocab.spread(law))
+                prev, law = self.vocab.full(*sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g]))
                 drawn.append(prev)
+                laws.append(law)
             tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
         before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
         return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())

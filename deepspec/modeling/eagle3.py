@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import require
-from ..sampling import Sampling, draw
+from ..sampling import Sampling
 from .attention import attend
 from .cache import KVCache, Ragged, as_list
 from .draft_vocab import check
@@ -359,9 +359,9 @@ class Eagle3(Drafter):
                 where = rows * state.cache.capacity + position
                 state.cache.write(0, where, *layer.self_attn.kv(inputs, rotary))
                 x = self._recur(layer.finish(x, self._look(state, layer.self_attn.q(inputs, rotary), live, g)))
-            law = sampling.probs(self.vocab.logits(self._read(x)))
-            drawn.append(self.vocab.to_target(draw(law, uniforms[rows, g])))
-            laws.append(self.vocab.spread(law))
+            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[rows, g]))
+            drawn.append(token)
+            laws.append(law)
         tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
         if len(live) < B:
             tokens, probs = (x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in (tokens, probs))

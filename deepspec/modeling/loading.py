@@ -117,7 +117,8 @@ def load_vocab(
     config = load_config(name, revision)
     text = config.get_text_config()
     family = read_family(config)
-    found = _read_tensors(where, revision, ("embed_tokens.weight", "lm_head.weight"))
+    with _explained(name):
+        found = _read_tensors(where, revision, ("embed_tokens.weight", "lm_head.weight"))
     if found["embed_tokens.weight"] is None:
         raise InputError(f"target {name!r} has no tensor named embed_tokens.weight")
     embedding = found["embed_tokens.weight"]

@@ -95,6 +95,10 @@ class Vocab(nn.Module):
         """Rows of `logits` [...] -> token ids."""
         return drafted if self.kept is None else self.kept[drafted]
 
+    def full(self, drafted: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+        """What was drawn among the kept tokens, and its law, among all: [...], [..., Vd] -> [...], [..., V]."""
+        return self.to_target(drafted), self.spread(law)
+
     def to_draft(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Token ids [...] -> rows of `logits` and which tokens have one (the others get row 0); None: all."""
         if self.kept is None:

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# From nothing to a table of plain decoding, DFlash and DSpark, on two cores in about ten minutes:
+# install, train the embedded target, let it answer prompts, train both drafters on the answers, evaluate.
+# Safe to run again: each stage goes on where it was, or finds its work done.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh
+# Threads that wait must sleep: with the default, spinning ones take the cores from those that work.
+export OMP_WAIT_POLICY=PASSIVE
+
+stages=()
+stage() { # stage NAME COMMAND...: run it and note how long it took
+    local name=$1 start=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    "$@"
+    stages+=("$(printf '%5d s  %s' $((SECONDS - start)) "$name")")
+}
+
+stage "install" ensure_venv .venv plot
+python=.venv/bin/python
+stage "the embedded target" $python -m deepspec.tiny
+tiny=$($python -c 'from deepspec.tiny import target_dir; print(target_dir())')
+
+stage "answers of the target" $python -m deepspec.data answers --target deepspec/tiny --dtype bfloat16 \
+    --prompts "$tiny/prompts_train.jsonl" --out "$tiny/answers.jsonl" \
+    --max-new-tokens 96 --temperature 1.0 --concurrency 64
+stage "train DFlash" $python -m deepspec.train --config config/dflash/tiny.py
+stage "train DSpark" $python -m deepspec.train --config config/dspark/tiny.py
+stage "evaluate" $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
+    --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \
+    --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval
+
+printf '\nTime spent\n'
+printf '%s\n' "${stages[@]}"
+printf '%5d s  in all\n' "$SECONDS"

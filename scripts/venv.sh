@@ -1,0 +1,32 @@
+# Sourced by the other scripts: ensure_venv DIR EXTRAS makes a virtual environment with this checkout installed in it.
+# PYTHON names the interpreter it is made from (default python3).
+
+ensure_venv() {
+    local dir=$1 extras=$2 root stamp python=${PYTHON:-python3}
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "error: Python 3.11 or newer is needed; set PYTHON to one ('$python' is not)" >&2
+        return 2
+    }
+    # What the environment depends on. An editable install also remembers where the checkout is.
+    stamp=$("$python" - "$root" "$extras" <<'EOF'
+import hashlib, pathlib, sys
+root, extras = sys.argv[1:]
+text = pathlib.Path(root, "pyproject.toml").read_text() + "\n".join([root, extras, sys.version])
+print(hashlib.sha256(text.encode()).hexdigest())
+EOF
+    )
+    if [ "$(cat "$dir/.deepspec-stamp" 2>/dev/null)" = "$stamp" ] && "$dir/bin/python" -c 'import torch, transformers' 2>/dev/null; then
+        return
+    fi
+    echo "Installing into $dir"
+    rm -f "$dir/.deepspec-stamp"
+    if ! "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
+        rm -rf "$dir" # a half-made environment, or none
+        "$python" -m venv "$dir"
+    fi
+    # torch first, so that a build chosen by hand (CPU, CUDA 12.x, ...) stays and everything else adapts to it.
+    "$dir/bin/python" -c 'import torch' 2>/dev/null || "$dir/bin/python" -m pip install -q "torch==2.13.0"
+    "$dir/bin/python" -m pip install -q -e "$root[$extras]"
+    echo "$stamp" >"$dir/.deepspec-stamp"
+}

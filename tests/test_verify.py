@@ -1,0 +1,275 @@
+"""Laws of verification: what is committed follows the target's law exactly, whatever the drafter proposes.
+
+Letters: V vocabulary, G slots, n grid points a coin.
+"""
+
+import itertools
+
+import pytest
+import torch
+from helpers import chi_square_p, drafter_config, exact_law, hf_model, randomize
+
+import deepspec
+from deepspec import Proposal, Sampling, Target, verify
+
+V, G = 3, 2
+
+
+def tables(seed: int, sharp: float = 1.0):
+    """p(x | prefix) and q(x | prefix) for prefixes of length 0..G."""
+    g = torch.Generator().manual_seed(seed)
+    prefixes = [p for n in range(G + 1) for p in itertools.product(range(V), repeat=n)]
+    law = lambda scale: {p: (torch.rand(V, generator=g) * scale).softmax(-1) for p in prefixes}  # noqa: E731
+    return law(sharp), law(4 * sharp)
+
+
+def pieces(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+    """The points at which the outcome of one slot can change as its coin goes from 0 to 1."""
+    return (p.double() / q.double()).clamp(0, 1)
+
+
+def joint(p: dict, q: dict, lengths) -> torch.Tensor:
+    """[V] * (G + 1) law of the first G + 1 committed tokens, by calling verify on every draft and every interval of every
+    coin and integrating analytically: verify is constant between the points p / q (coins) and F (the next token's draw).
+
+    `lengths(draft)` is the schedule. What a round leaves open is filled with the target's own law, so the result must be
+    the target's joint law.
+    """
+    rows = []  # (weight, draft, coin midpoints)
+    for draft in itertools.product(range(V), repeat=G):
+        weight = 1.0
+        for g in range(G):
+            weight *= (q[draft[:g]][draft[g]].double() / q[draft[:g]].double().sum()).item()
+        cuts = []
+        for g in range(G):
+            bound = float(pieces(p[draft[:g]], q[draft[:g]])[draft[g]])
+            cuts.append([c for c in ((bound, bound / 2), (1 - bound, (1 + bound) / 2)) if c[0] > 0])
+        for combination in itertools.product(*cuts):
+            w = weight
+            for width, _ in combination:
+                w *= width
+            rows.append((w, draft, [middle for _, middle in combination]))
+    drafts = torch.tensor([r[1] for r in rows])
+    target_probs = torch.stack([torch.stack([p[d[:g]] for g in range(G + 1)]) for _, d, _ in rows])
+    probs = torch.stack([torch.stack([q[d[:g]] for g in range(G)]) for _, d, _ in rows])
+    proposal = Proposal(drafts, probs, torch.ones(len(rows), G))
+    length = torch.tensor([lengths(d) for _, d, _ in rows])
+    law = torch.zeros(*[V] * (G + 1), dtype=torch.float64)
+    # the next token by its draw: a fine grid finds every interval, whose exact bounds come from the law drawn from
+    for token, width, accepted in next_tokens(target_probs, proposal, length, torch.tensor([r[2] for r in rows]).double()):
+        for i, (w, d, _) in enumerate(rows):
+            if width[i]:
+                spread(law, w * width[i].item(), (*d[: int(accepted[i])], token), p)
+    return law
+
+
+def next_tokens(target_probs, proposal, lengths, coins):
+    """For each token: the measure of draws that yield it, found by bisecting the monotone draw; and accepted."""
+    rows = len(coins)
+
+    def at(u):
+        return verify(target_probs, proposal, lengths, torch.cat([coins, u[:, None]], 1))
+
+    edges = [torch.zeros(rows, dtype=torch.float64)]
+    for token in range(V - 1):  # the largest u that yields a token <= `token`
+        low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
+        for _ in range(50):
+            middle = (low + high) / 2
+            below = at(middle).next_token <= token
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        edges.append(torch.where(high < 1e-14, 0.0, high))
+    edges.append(torch.ones(rows, dtype=torch.float64))
+    accepted = at(torch.full((rows,), 0.5, dtype=torch.float64)).accepted
+    for token in range(V):
+        yield token, (edges[token + 1] - edges[token]).clamp(min=0), accepted
+
+
+def spread(law: torch.Tensor, weight: float, tokens: tuple[int, ...], p: dict) -> None:
+    """Add `weight` at `tokens`, continued by the target's law."""
+    if len(tokens) == G + 1:
+        law[tokens] += weight
+        return
+    for x in range(V):
+        spread(law, weight * (p[tokens][x].double() / p[tokens].double().sum()).item(), (*tokens, x), p)
+
+
+def exact(p: dict) -> torch.Tensor:
+    law = torch.zeros(*[V] * (G + 1), dtype=torch.float64)
+    spread(law, 1.0, (), p)
+    return law
+
+
+SCHEDULES = {
+    "all": lambda draft: G,
+    "none": lambda draft: 0,
+    "first": lambda draft: 1,
+    "by the first token": lambda draft: 1 + (draft[0] == 1),  # slot 1 admitted on what precedes it: allowed
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_joint_law_is_the_targets(schedule, seed):
+    """All drafts, all coins, all draws, integrated analytically on 3 tokens and 2 slots: the joint law of three tokens is
+    the target's to 1e-6, the rounding of float32 probabilities."""
+    p, q = tables(seed, sharp=1.0 + seed)
+    assert (joint(p, q, SCHEDULES[schedule]) - exact(p)).abs().max() < 1e-6
+
+
+def test_joint_law_is_exact_for_exact_numbers():
+    """With probabilities that are binary fractions nothing rounds: the joint law is the target's to 1e-12."""
+    p, q = tables(0)
+    eighths = [torch.tensor(x) / 8 for x in ([1.0, 2, 5], [4.0, 4, 0], [0.0, 1, 7], [2.0, 4, 2], [8.0, 0, 0], [3.0, 3, 2])]
+    for i, prefix in enumerate(p):
+        p[prefix], q[prefix] = eighths[i % 6], eighths[(2 * i + 1) % 6]
+    for schedule in SCHEDULES.values():
+        assert (joint(p, q, schedule) - exact(p)).abs().max() < 1e-12
+
+
+def test_a_length_that_looks_ahead_breaks_the_law():
+    """The sum above has teeth: admitting slot 1 by its own token shifts the law of what is committed."""
+    q, p = tables(1)
+    assert (joint(p, q, lambda draft: int(draft[0] == 1) * G) - exact(p)).abs().max() > 5e-3
+
+
+def appendix(length_of) -> torch.Tensor:
+    """The law of the first token in the paper's Appendix A: target (0.7, 0.3), drafter (0.5, 0.5), one slot."""
+    n = 5000
+    u = ((torch.arange(n) + 0.5) / n).double()
+    first = torch.zeros(2, dtype=torch.float64)
+    target_probs = torch.tensor([0.7, 0.3]).expand(n, 2, 2)
+    for token in (0, 1):
+        proposal = Proposal(
+            torch.full((n, 1), token), torch.full((n, 1, 2), 0.5), torch.full((n, 1), 0.9 if token == 0 else 0.1)
+        )
+        lengths = length_of(proposal)
+        for coin in (0.3, 0.8):  # one either side of p / q = 0.6 for token 1; token 0 is accepted at every coin
+            weight = 0.5 * (0.6 if coin == 0.3 else 0.4)
+            v = verify(target_probs, proposal, lengths, torch.stack([torch.full((n,), coin).double(), u], 1))
+            committed = torch.where(v.accepted > 0, token, v.next_token)
+            first += weight * torch.bincount(committed, minlength=2).double() / n
+    return first
+
+
+def test_appendix_a():
+    """The paper's example: a schedule that admits without looking gives the target's (0.7, 0.3); one that admits token 0
+    only, by a confidence that has seen the token it would cut, gives (0.85, 0.15)."""
+    active, room = torch.ones(5000, dtype=torch.bool), torch.full((5000,), 9)
+    everything = appendix(lambda proposal: deepspec.verify_all()(proposal.confidence, active, room))
+    nothing = appendix(lambda proposal: deepspec.threshold(1.0)(proposal.confidence, active, room))
+    torch.testing.assert_close(everything, torch.tensor([0.7, 0.3], dtype=torch.float64), atol=2e-4, rtol=0)
+    torch.testing.assert_close(nothing, torch.tensor([0.7, 0.3], dtype=torch.float64), atol=1e-4, rtol=0)
+    ahead = appendix(lambda proposal: deepspec.threshold(0.5)(proposal.confidence, active, room))
+    torch.testing.assert_close(ahead, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-4, rtol=0)
+
+
+# -- the edges of the rule -----------------------------------------------------------------------------------------
+
+
+def one(p, q, token, coin, u, length=1):
+    proposal = Proposal(torch.tensor([[token]]), torch.tensor([[q]]), torch.ones(1, 1))
+    coins = torch.tensor([[coin, u]], dtype=torch.float64)
+    v = verify(torch.tensor([[p, p]]), proposal, torch.tensor([length]), coins)
+    return int(v.accepted), int(v.next_token)
+
+
+def test_equal_laws_never_refuse():
+    """p == q accepts at every coin: u < 1, so u q < p."""
+    for token in range(3):
+        assert one([0.2, 0.3, 0.5], [0.2, 0.3, 0.5], token, 1 - 2.0**-49, 0.5)[0] == 1
+
+
+def test_refusal_of_a_token_without_mass_and_of_none_with_it():
+    """A token the target gives 0 is refused at every coin; the drafter's own zero cannot divide."""
+    assert one([0.0, 1.0], [1.0, 0.0], 0, 2.0**-49, 0.5) == (0, 1)
+    assert one([0.5, 0.5], [0.0, 1.0], 0, 1 - 2.0**-49, 0.5)[0] == 1
+
+
+def test_residual_rounded_to_nothing_falls_back_to_the_target():
+    """Where q >= p everywhere by rounding, a refusal has no residual; the target's own law is drawn, not the last token
+    nor one without mass."""
+    p, q = [0.0, 0.25, 0.75 - 1e-7, 0.0], [0.0, 0.25 + 1e-7, 0.75, 0.0]
+    for u, token in ((0.1, 1), (0.9, 2), (2.0**-49, 1), (1 - 2.0**-49, 2)):
+        assert one(p, q, 1, 1 - 2.0**-49, u) == (0, token)
+
+
+def test_unverified_slots_are_not_judged():
+    """Length 0 draws from the target at the anchor; slots beyond the length change nothing."""
+    p = torch.tensor([[[0.1, 0.9], [1.0, 0.0], [0.5, 0.5]]])
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 2, (1, 2), generator=g)
+        probs = torch.rand(1, 2, 2, generator=g).softmax(-1)
+        u = torch.rand(1, 3, generator=g, dtype=torch.float64)
+        v = verify(p, Proposal(tokens, probs, torch.ones(1, 2)), torch.tensor([0]), u)
+        assert (int(v.accepted), int(v.next_token)) == (0, int(u[0, -1] > 0.1))
+        # and with length 1, no matter what slot 1 holds
+        outcomes = set()
+        for second in (0, 1):
+            t = torch.tensor([[1, second]])
+            v = verify(p, Proposal(t, torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]), torch.ones(1, 2)), torch.tensor([1]), u)
+            outcomes.add((int(v.accepted), int(v.next_token)))
+        assert outcomes == {(1, 0)}
+
+
+def test_rows_do_not_touch_each_other():
+    """A batch of ragged lengths == its rows one by one."""
+    g = torch.Generator().manual_seed(4)
+    B, S, n = 16, 5, 7
+    p = torch.rand(B, S + 1, n, generator=g).mul(3).softmax(-1)
+    q = torch.rand(B, S, n, generator=g).mul(3).softmax(-1)
+    tokens = torch.randint(0, n, (B, S), generator=g)
+    lengths = torch.randint(0, S + 1, (B,), generator=g)
+    u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)
+    whole = verify(p, Proposal(tokens, q, torch.ones(B, S)), lengths, u)
+    assert (whole.accepted <= lengths).all() and len(set(whole.accepted.tolist())) > 2
+    for b in range(B):
+        cut = slice(b, b + 1)
+        n_b = int(lengths[b])
+        alone = verify(p[cut, : n_b + 1], Proposal(tokens[cut], q[cut], torch.ones(1, S)), lengths[cut], u[cut])
+        assert (alone.accepted, alone.next_token) == (whole.accepted[b], whole.next_token[b])
+
+
+# -- through the whole loop ----------------------------------------------------------------------------------------
+
+SAMPLINGS = {
+    "plain": Sampling(temperature=1.0),
+    "top-k": Sampling(temperature=1.3, top_k=3),
+    "top-p": Sampling(temperature=0.9, top_p=0.8),
+    "min-p": Sampling(temperature=1.5, min_p=0.2),
+    "all filters": Sampling(temperature=2.0, top_k=5, top_p=0.9, min_p=0.05),
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of 6 tokens, and drafters of 2 slots that agree with it now and then."""
+    target = Target(hf_model("qwen3", vocab_size=6, num_hidden_layers=2, seed=3))
+    drafters = {}
+    for kind in ("dflash", "vanilla", "rnn"):
+        torch.manual_seed(5)
+        config = drafter_config(kind, target_layer_ids=(0, 1), num_draft_layers=1, mask_token_id=5, block_size=2)
+        drafters[kind] = config.build(target.spec, target.vocab).eval()
+        randomize(drafters[kind], 0.7)
+    return target, drafters
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("kind, schedule", [("dflash", "all"), ("vanilla", "threshold"), ("rnn", "all"), (None, "all")], ids=str)
+def test_sampled_output_has_the_targets_law(small, kind, schedule, sampling):
+    """Chi-square of 1,500 generated triples of tokens against the law by enumeration of all 216; no triple of
+    probability 0. Fixed seeds; fresh ones would fail in 1 of 10,000 for each of 20 tests."""
+    target, drafters = small
+    s, n, prompt = SAMPLINGS[sampling], 1500, [1, 4, 2, 0]
+    law = exact_law(target, prompt, 3, s).flatten()
+    assert abs(law.sum() - 1) < 1e-5
+    made = deepspec.threshold(0.5) if schedule == "threshold" else deepspec.verify_all()
+    out = deepspec.generate(
+        target, drafters.get(kind), [prompt] * n, max_new_tokens=3, sampling=s, schedule=made, seed=1, concurrency=n
+    )
+    triples = torch.tensor([g.tokens for g in out])
+    counts = torch.bincount(triples[:, 0] * 36 + triples[:, 1] * 6 + triples[:, 2], minlength=216)
+    assert chi_square_p(counts, law) > 1e-4
+    if kind is not None and schedule == "all":  # both ways through the rule were taken
+        accepted = [a for g in out for _, a in g.rounds]
+        assert 0 < sum(a == 0 for a in accepted) < len(accepted)
