@@ -39,22 +39,36 @@ def randomize(model: nn.Module) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(1 + 0.3 * torch.randn(p.shape)) if "norm" in name else p.normal_(0, 1.2 * p.shape[-1] ** -0.5)
+        for name, x in model.named_buffers():
+            if "layer_scalar" in name:
+                x.uniform_(0.5, 1.5)
+
+
+FAMILIES = {
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "llama": ("llama", dict(num_key_value_heads=4)),
+    "gemma3": ("gemma3_text", dict(head_dim=8, query_pre_attn_scalar=24, final_logit_softcapping=4.0)),
+    "gemma4": (
+        "gemma4_text",
+        dict(head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
+             hidden_size_per_layer_input=0, final_logit_softcapping=4.0),
+    ),
+}  # fmt: skip
 
 
 @functools.cache
 def target(family: str = "qwen3") -> Target:
-    own = dict(qwen3=dict(head_dim=16), llama=dict(num_key_value_heads=4))[family]
-    config, model = dict(
-        qwen3=(transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        llama=(transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    )[family]
+    kind, own = FAMILIES[family]
     common = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=V, max_position_embeddings=256, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None,
+        vocab_size=V, max_position_embeddings=256, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
+    if family.startswith("gemma"):
+        common |= dict(layer_types=["sliding_attention", "full_attention"] * 4, sliding_window=5)
+    config = transformers.AutoConfig.for_model(kind, **{**common, **own})
     torch.manual_seed(0)
-    made = model(config(**{**common, **own}))
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(made)
     return Target(made, name=f"tiny-{family}")
 
@@ -86,11 +100,13 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
 # -- what is trained is what is decoded ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_decoding(kind):
+@pytest.mark.parametrize(
+    "family, kind", [("qwen3", k) for k in KINDS] + [(f, "plain") for f in FAMILIES if f != "qwen3"]
+)
+def test_training_is_decoding(family, kind):
     """Slot g's law, teacher-forced, is the law decoding draws from after the same tokens: slot by slot, in a ragged
     batch, whatever was observed in how many calls, proposals in between or not."""
-    d, b = drafter(**KINDS[kind]), batch(3, 15)
+    d, b = drafter(target(family), **KINDS[kind]), batch(3, 15)
     ends = [14, 6, 10]  # the anchors
     state = d.new_state(4, 30)
     follow = torch.cat([b.tokens[:, 1:], b.tokens[:, :1]], 1)
@@ -398,19 +414,18 @@ def test_overfit_one_sequence_then_decode():
     assert min(conditional(out.rounds, G)) >= 0.9, out.rounds
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_target_s(family):
     """Prompts of several lengths, refilled rows: token for token the baseline's; sampled, the same in any batch."""
     tgt = target(family)
     d = drafter(tgt)
     prompts = [[1, 2, 3], [4] * 9, [7], [5, 6, 5, 6, 5]]
-    base = generate(tgt, None, prompts, max_new_tokens=20)
-    for concurrency in (1, 3):
-        out = generate(tgt, d, prompts, max_new_tokens=20, concurrency=concurrency)
-        assert [g.tokens for g in out] == [g.tokens for g in base]
+    base = generate(tgt, None, prompts, max_new_tokens=16)
+    out = generate(tgt, d, prompts, max_new_tokens=16, concurrency=3)
+    assert [g.tokens for g in out] == [g.tokens for g in base]
     hot = Sampling(temperature=0.8, top_k=12)
-    alone = generate(tgt, d, prompts, max_new_tokens=12, sampling=hot, concurrency=1)
-    assert [g.tokens for g in alone] == [g.tokens for g in generate(tgt, d, prompts, max_new_tokens=12, sampling=hot)]
+    alone = generate(tgt, d, prompts, max_new_tokens=8, sampling=hot, concurrency=1)
+    assert [g.tokens for g in alone] == [g.tokens for g in generate(tgt, d, prompts, max_new_tokens=8, sampling=hot)]
 
 
 def test_one_step_in_bfloat16_autocast():
@@ -438,13 +453,16 @@ def test_nothing_of_the_target_is_trained_or_moved():
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_save_then_load(kind, tmp_path):
+@pytest.mark.parametrize(
+    "family, kind", [("qwen3", k) for k in KINDS] + [(f, "plain") for f in FAMILIES if f != "qwen3"]
+)
+def test_save_then_load(family, kind, tmp_path):
     """Same settings, same tensors, same drafts; nothing of the target is saved."""
-    tgt, d = target(), drafter(**KINDS[kind])
+    tgt = target(family)
+    d = drafter(tgt, **KINDS[kind])
     d.save(tmp_path / "d", note="x")
     back = deepspec.load_drafter(tmp_path / "d", tgt)
-    assert back.config == d.config and back.vocab is tgt.vocab
+    assert back.config == d.config and back.spec == d.spec and back.vocab is tgt.vocab
     saved = load_file(tmp_path / "d" / "model.safetensors")
     assert saved.keys() == d.state_dict().keys() and not {"lm_head.weight", "embed_tokens.weight"} & saved.keys()
     b = batch(1, 12)
@@ -585,6 +603,13 @@ def test_layer_ids_and_flags_of_others(keys, ids, tmp_path):
         assert str(path) in str(error.value) and "\n" not in str(error.value)
     else:
         assert deepspec.load_drafter(path, tgt).config.target_layer_ids == ids
+
+
+def test_plain_eagle3_is_refused_where_embeddings_are_scaled(tmp_path):
+    """Servers' Eagle3 classes read Gemma's embeddings unscaled; ours would silently draft worse."""
+    path = foreign(tmp_path / "e", drafter(target("llama")), target_layer_ids=[0, 2])
+    with pytest.raises(InputError, match="unscaled embeddings"):
+        deepspec.load_drafter(path, target("gemma3"))
 
 
 def test_loads_speculators_configs(tmp_path):
