@@ -19,9 +19,15 @@ from deepspec.modeling.vocab import Vocab
 
 V, D, T, G = 53, 32, 40, 4
 SPEC = BlockSpec(
-    dim=D, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, attn_scale=8**-0.5,
-    inv_freq=tuple((1 / 1e4 ** (torch.arange(0, 8, 2) / 8)).tolist()), rope=(("rope_theta", "10000.0"), ("rope_type", '"default"')),
-)  # fmt: skip
+    dim=D,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    inv_freq=tuple((1 / 1e4 ** (torch.arange(0, 8, 2) / 8)).tolist()),
+    attn_scale=8**-0.5,
+    rope=(("rope_theta", "10000.0"), ("rope_type", '"default"')),
+)
 COMMON = {"block_size": G, "target_layer_ids": (1, 3), "num_draft_layers": 2, "mask_token_id": 52, "num_anchors": 5}
 CONFIGS = {
     "dflash": deepspec.DFlashConfig(**COMMON),
@@ -39,14 +45,6 @@ class Stub:
 
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -79,14 +79,6 @@ DRAFTERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tiny(name: str):
     """A random model of a family, float32, with norms and layer scalars that are not 1."""
     from transformers import AutoConfig, AutoModelForCausalLM

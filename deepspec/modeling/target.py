@@ -97,6 +97,11 @@ class Target:
         features, hidden = self._run(view, ragged.pack(tokens), tuple(target_layer_ids))
         return ragged.unpack(features, tokens.shape[1]), ragged.unpack(hidden, tokens.shape[1])
 
+    def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies."""
+        layers = [layer.state_dict() for layer in self._decoder.layers]
+        return layers, self._decoder.norm.state_dict()
+
     def _check_layers(self, ids: Sequence[int]) -> None:
         if list(ids) != sorted(set(ids)) or any(not 0 <= i < self.num_layers for i in ids):
             raise InputError(

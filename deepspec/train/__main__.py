@@ -1,6 +1,7 @@
-"""python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...]"""
+"""python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...] [--plan]"""
 
 import argparse
+import logging
 import signal
 import sys
 from typing import Any
@@ -15,11 +16,19 @@ def command() -> int:
     parser.add_argument(
         "--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`"
     )
+    parser.add_argument("--plan", action="store_true", help="say what the run would take, and stop; reads no weights")
+    parser.add_argument("--target-config", metavar="FILE", help="--plan: the target's config.json, or its directory")
+    parser.add_argument("--tokens", type=float, metavar="N", help="--plan: size of the data set (default: the paper's)")
     args = parser.parse_args()
 
     from ..config import load_config
 
     config = load_config(args.config, *args.set)
+    if args.plan:
+        from .plan import TOKENS, plan, target_config
+
+        print(plan(config, target_config(config, args.target_config), int(args.tokens or TOKENS)).text())
+        return 0
 
     from tqdm import tqdm
 
@@ -29,6 +38,8 @@ def command() -> int:
         f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}",
         flush=True,
     )
+    logging.getLogger("deepspec").setLevel(logging.INFO)
+    logging.getLogger("deepspec").addHandler(logging.StreamHandler(sys.stdout))
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, frame: stop.append(n))

@@ -10,12 +10,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..cache import whole_dir
 from ..checked import ConfigError, InputError
 from ..hub.native import read_tensors, write_drafter
 from ..modeling.drafter import Drafter
+from .optim import AnyOptimizer
 
 FREE = {"out", "train.log_every", "train.save_every", "train.keep_last", "train.device"}
 """Settings that may change between the parts of a resumed run."""
@@ -34,7 +33,7 @@ def save(
     out: Path,
     step: int,
     drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     settings: dict[str, Any],
     keep: int,
     provenance: dict[str, Any],
@@ -57,13 +56,13 @@ def save(
     return folder(out, step)
 
 
-def load(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
+def load(path: Path, drafter: Drafter, optimizer: AnyOptimizer, settings: dict[str, Any]) -> int:
     """Restore drafter and optimiser in place; the number of finished steps. ConfigError where `settings` differ."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     trainer = json.loads((path / "trainer.json").read_text())
-    if differences := differ(trainer["settings"], settings):
+    if differences := differ(_complete(trainer["settings"]), settings):
         raise ConfigError(
             f"{path.parent.parent} holds a run with other settings ({'; '.join(differences)}); "
             "choose another `out`, or --resume never to start over"
@@ -79,6 +78,11 @@ def load(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, setting
             # the step counter stays float32 on the CPU or the device, as the optimiser made it
             optimizer.state[p] = {k: v.to(p.device) if k != "step" or p.is_cuda else v for k, v in state.items()}
     return int(trainer["step"])
+
+
+def _complete(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run that began before `train.init` and `train.optimizer` existed."""
+    return settings | {"train": {"init": "random", "optimizer": "adamw"} | settings["train"]}
 
 
 def differ(old: Any, new: Any, key: str = "") -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,8 +28,10 @@ from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
 from ..modeling.target import Target
 from ..provenance import provenance
-from . import checkpoint, optim
+from . import checkpoint, init, optim
 from .objective import Metrics, Objective
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class _Run:
     def __init__(self, config: Config, resume: str) -> None:
         self.config, train = config, config.train
         self.out = writable_dir(config.out, "output directory")
+        init.check(train.init)
         device = loading.pick_device(train.device)
         hf = loading.load_config(config.target, config.target_revision)
         text = hf.get_text_config()
@@ -84,10 +88,14 @@ class _Run:
             config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision
         )
         self.drafter = build_drafter(config, self.target)
+        self.copied = init.warm_start(self.drafter, self.target, train.init)
         self.objective = Objective(self.drafter, config.loss)
         self.optimizer = optim.build(self.drafter, train)
         self.settings = as_dict(config)
         self.start = self._resume(resume)
+        if not self.start:
+            for line in self.copied:
+                _LOG.info("init: %s", line)
 
     def _resume(self, resume: str) -> int:
         log, existing = self.out / "metrics.jsonl", checkpoint.found(self.out)
@@ -193,6 +201,7 @@ class _Run:
                 "dtype": str(self.target.dtype),
             },
             "settings": self.settings,
+            "init": self.copied,
             "data": {"rows": len(self.rows), "dropped": dict(self.dropped), "manifests": manifests},
             "versions": provenance(),
         }

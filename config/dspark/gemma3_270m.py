@@ -1,0 +1,27 @@
+"""DSpark on Gemma 3 270M, a real target for one small GPU or a patient CPU.
+
+Not in the paper: two layers and a small rank, as for SmolLM2; five layers would be over a quarter of the target's 18.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import deepspec
+
+base = deepspec.load_config(Path(__file__).parent / "qwen3_4b.py")
+config = replace(
+    base,
+    target="google/gemma-3-270m-it",
+    drafter=replace(
+        base.drafter,
+        target_layer_ids=(1, 5, 8, 11, 15),
+        num_draft_layers=2,
+        mask_token_id=4,  # <mask>: in Gemma's vocabulary, in none of its texts
+        num_anchors=32,
+        markov_rank=64,
+    ),
+    loss=replace(base.loss, chunk=64),
+    data=replace(base.data, path=("data/gemma3_270m.jsonl",), max_length=512, thinking="auto"),
+    train=replace(base.train, lr=1e-3, epochs=4, batch_size=8, micro_batch=4, save_every=50),
+    out=Path("runs/gemma3_270m/dspark"),
+)

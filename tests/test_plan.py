@@ -1,0 +1,181 @@
+"""Recipes load, hold the paper's values, and `--plan` says what they take: figures frozen here, no network, no weights.
+
+Dimensions are those of shared/facts/targets.md.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+
+import deepspec
+from deepspec.train.plan import plan, target_config
+
+ROOT = Path(__file__).parents[1] / "config"
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "eos_token_id": 151645,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+
+
+def qwen(hidden, mlp, layers, heads, tied=False):
+    return QWEN | {
+        "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640, "intermediate_size": 2048,
+    "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "max_position_embeddings": 32768, "sliding_window": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+# of Gemma 4 12B, targets.md knows the vocabulary, width, depth and the head size of full attention; the rest is made up
+GEMMA4 = {
+    "model_type": "gemma4_unified",
+    "text_config": {
+        "model_type": "gemma4_unified_text", "vocab_size": 262144, "hidden_size": 3840, "num_hidden_layers": 48,
+        "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+TARGETS = {
+    "qwen3_4b": qwen(2560, 9728, 36, 32, tied=True),
+    "qwen3_8b": qwen(4096, 12288, 36, 32),
+    "qwen3_14b": qwen(5120, 17408, 40, 40),
+    "gemma3_270m": GEMMA3,
+    "gemma4_12b": GEMMA4,
+}
+CELLS = [(kind, name) for kind in ("dspark", "dflash") for name in TARGETS]
+
+
+@pytest.fixture
+def planned(tmp_path):
+    def make(kind, name, *overrides, tokens=1_240_000_000):
+        (tmp_path / "target.json").write_text(json.dumps(TARGETS[name]))
+        config = deepspec.load_config(ROOT / kind / f"{name}.py", *overrides)
+        return plan(config, target_config(config, str(tmp_path / "target.json")), tokens)
+
+    return make
+
+
+@pytest.mark.parametrize("kind,name", CELLS)
+def test_every_recipe_fits_its_target(planned, kind, name):
+    """62 tensors for DSpark and 58 for DFlash of five layers (formats.md 1.2); a Gemma 4 layer has no v_proj and three
+    tensors more, a Gemma 3 layer two."""
+    p = planned(kind, name)
+    per_layer, layers = {"gemma4_12b": (13, 5), "gemma3_270m": (13, 2)}.get(name, (11, 5))
+    assert p.saved_tensors == 3 + per_layer * layers + (4 if kind == "dspark" else 0)
+    assert p.slots == (8 * 32 * 7 if name == "gemma3_270m" else 512 * 512 * 7)
+    text = TARGETS[name].get("text_config", TARGETS[name])
+    assert p.frozen["embedding = head" if text["tie_word_embeddings"] else "embedding"] == (
+        text["vocab_size"],
+        text["hidden_size"],
+    )
+    assert p.parameters["fc"] == 5 * text["hidden_size"] ** 2
+    said = p.text()
+    assert "drafter parameters" in said and f"{p.saved_tensors}" in said
+
+
+@pytest.mark.parametrize("name", ["qwen3_4b", "qwen3_8b", "qwen3_14b", "gemma4_12b"])
+def test_recipes_hold_the_papers_values(name):
+    ids = {"qwen3_14b": (1, 10, 19, 28, 37), "gemma4_12b": (5, 17, 29, 41, 46)}.get(name, (1, 9, 17, 25, 33))
+    for kind in ("dspark", "dflash"):
+        c = deepspec.load_config(ROOT / kind / f"{name}.py")
+        d, t, x = c.drafter, c.train, c.loss
+        assert d.target_layer_ids == ids and d.mask_token_id == (4 if name == "gemma4_12b" else 151669)
+        assert (d.block_size, d.num_draft_layers, d.num_anchors, d.sample_from_anchor) == (7, 5, 512, True)
+        assert (t.lr, t.warmup, t.weight_decay, t.clip, t.precision) == (6e-4, 0.04, 0.0, 1.0, "bf16")
+        assert (t.batch_size, t.epochs, c.data.max_length, c.data.min_supervised, c.seed) == (512, 10, 4096, 14, 42)
+        assert math.isclose(x.slot_decay, math.exp(-1 / 4)) and name in str(c.out) and kind in str(c.out)
+        assert name in c.data.path[0]
+        if kind == "dspark":
+            assert (x.ce, x.kl, x.tv, x.confidence) == (0.1, 0.0, 0.9, 1.0)
+            assert (d.markov_rank, d.markov_head_type, d.confidence_head) == (256, "vanilla", True)
+        else:
+            assert (x.ce, x.kl, x.tv, x.confidence) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_frozen_figures_of_qwen3_4b(planned):
+    p = planned("dspark", "qwen3_4b")
+    V, D, M = 151936, 2560, 9728
+    layer = D * (2 * 4096 + 2 * 1024) + 3 * D * M + 2 * 128 + 2 * D
+    assert sum(p.parameters.values()) == 5 * D * D + 2 * D + 5 * layer + 2 * V * 256 + D + 256 + 1 == 615_221_249
+    assert p.cache_bytes == 1_240_000_000 * 6 * 2560 * 2 and f"{p.cache_bytes / 1e12:.0f} TB" == "38 TB"
+    assert "38.1 TB (30,720 bytes a token)" in p.text()
+    assert p.memory["drafter weights"] == p.memory["gradients"] == 4 * 615_221_249
+    assert p.memory["target weights"] == 2 * 4_022_468_096
+    slots = 512 * 7
+    linear = 2 * 4096 * (5 * D * D + 5 * 2 * D * 1024) + 2 * slots * 5 * (layer - 2 * 128 - 2 * D)
+    attention = 5 * 4 * slots * 32 * 128 * (4096 + 7)
+    assert math.isclose(p.flops["drafter, forward and backward"], 512 * 3 * (linear + attention), rel_tol=1e-6)
+
+
+def test_settings_change_the_figures(planned):
+    """Muon keeps one moment of the layers' matrices where AdamW keeps two; a narrow drafter is smaller; twice the
+    tokens are twice the cache."""
+    base = planned("dflash", "gemma3_270m")
+    muon = planned("dflash", "gemma3_270m", "train.optimizer=muon")
+    matrices = 2 * (640 * 1024 * 2 + 2 * 640 * 256 + 3 * 640 * 2048)
+    assert base.memory["optimiser (adamw)"] - muon.memory["optimiser (muon)"] == 4 * matrices
+    narrow = planned("dflash", "gemma3_270m", "drafter.width=320")
+    assert sum(narrow.parameters.values()) < 0.6 * sum(base.parameters.values())
+    assert narrow.saved_tensors == base.saved_tensors + 2
+    assert planned("dflash", "gemma3_270m", tokens=2_480_000_000).cache_bytes == 2 * base.cache_bytes
+    assert base.resolved["train.target_dtype"] == "bfloat16" and base.resolved["(micro-batches a step)"] == 2
+
+
+def test_a_recipe_that_does_not_fit_says_so(planned):
+    with pytest.raises(deepspec.InputError, match="layer 99 is out of range"):
+        planned("dflash", "gemma3_270m", "drafter.target_layer_ids=1,99")
+    with pytest.raises(deepspec.InputError, match="eos token"):
+        planned("dspark", "qwen3_4b", "drafter.mask_token_id=151645")
+
+
+def test_what_backward_keeps_is_what_is_planned(tmp_path):
+    """The same count on a real drafter of the same shape: within 2 %, for fake tensors replay the real operations."""
+    from deepspec.train.plan import _dry_run, _Kept
+
+    hf = helpers.hf_model("qwen3").config
+    config = deepspec.Config(
+        target="x",
+        drafter=helpers.drafter_config("vanilla"),
+        loss=deepspec.LossConfig(ce=1.0),
+        data=deepspec.DataConfig(path=("x",), max_length=32),
+        train=deepspec.TrainConfig(precision="fp32"),
+        out=tmp_path,
+    )
+    from deepspec.modeling.families import read_family
+
+    run = _dry_run(config, read_family(hf), helpers.V, 32)
+    target = helpers.target("qwen3")
+    drafter = config.drafter.build(target.spec, target.vocab)
+    batch = helpers.make_batch(target, rows=1, length=32)
+    anchors, _ = drafter.anchors(batch, torch.zeros(1, dtype=torch.long))
+    kept = _Kept(drafter)
+    with kept:
+        hidden = drafter.hidden(batch, anchors)
+        drafter.rows(hidden, batch.tokens[:, :1, None].expand(*hidden.shape[:-1]))
+    assert math.isclose(run.kept, kept.bytes, rel_tol=0.02)
+
+
+def test_command_line(tmp_path):
+    """Reads a config file and no weights; a wrong one is one line and exit code 2."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    command = [
+        sys.executable, "-m", "deepspec.train", "--config", str(ROOT / "dspark" / "gemma3_270m.py"), "--plan",
+        "--tokens", "1e6", "--target-config",
+    ]  # fmt: skip
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert "7.7 GB (7,680 bytes a token)" in done.stdout
+    for wrong in ("nothing.json", str(Path(__file__))):
+        done = subprocess.run([*command, wrong], capture_output=True, text=True, cwd=ROOT.parent)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
