@@ -16,7 +16,7 @@ _HOME = {
     "Sampling": "sampling",
     "Target": "modeling.target",
     "Batch": "modeling.drafter", "Drafter": "modeling.drafter", "Proposal": "modeling.drafter",
-    "DFlashConfig": "modeling.dflash", "DSparkConfig": "modeling.dspark",
+    "DFlashConfig": "modeling.dflash", "DSparkConfig": "modeling.dspark", "Eagle3Config": "modeling.eagle3",
     "load_drafter": "hub",
     "Generation": "eval.generate", "generate": "eval.generate",
     "verify": "eval.verify", "threshold": "eval.schedule", "verify_all": "eval.schedule",
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .modeling.dflash import DFlashConfig
     from .modeling.drafter import Batch, Drafter, Proposal
     from .modeling.dspark import DSparkConfig
+    from .modeling.eagle3 import Eagle3Config
     from .modeling.target import Target
     from .sampling import Sampling
     from .train.loop import fit

@@ -2,7 +2,8 @@
 
 config.json is a Qwen3-style config (block drafters have q/k norms on every family; Gemma blocks have a Gemma config)
 plus the drafter's keys, plus a `deepspec` section with our own provenance. The target's embedding and head are never
-written; where a checkpoint of another trainer carries copies of them, the target's own are used.
+written; where a checkpoint of another trainer carries copies of them, the target's own are used. A head of a drafter's
+own (rows of a reduced vocabulary, Eagle3's trained ones) is kept. What is different for Eagle3 is in eagle3.py.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from ..cache import whole_dir
 from ..checked import InputError
+from ..modeling import draft_vocab
 from ..modeling.block import BlockConfig
 from ..modeling.dflash import DFlashConfig
 from ..modeling.drafter import Drafter, DrafterConfig
 from ..modeling.dspark import DSparkConfig
+from ..modeling.eagle3 import Eagle3Config
 from ..modeling.families import read_family
 from ..modeling.spec import BlockSpec
 from ..modeling.vocab import Vocab
+from . import eagle3
 
 COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 """Copies of the target's tensors that other trainers save, and what they are called in Vocab."""
@@ -52,28 +56,31 @@ def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) ->
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
-    config = to_json(drafter.config, drafter.spec, drafter.vocab, dtype=next(iter(tensors.values())).dtype)
+    dtype = next(iter(tensors.values())).dtype
+    tensors |= {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in draft_vocab.to_tensors(drafter.vocab).items()
+    }
+    config = to_json(drafter.config, drafter.spec, drafter.vocab, dtype=dtype)
     config["deepspec"] |= provenance
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a block drafter (keys and their traps: facts/formats.md 1.1 and 10.2)."""
-    if not isinstance(config, BlockConfig):
+    """The config.json of a drafter: its block, its kind's own keys, and ours."""
+    model_type, style = _style(spec, vocab)
+    if isinstance(config, Eagle3Config):
+        window, own = None, eagle3.to_json(config, model_type, vocab)
+    elif isinstance(config, BlockConfig):
+        window, own = config.sliding_window, _block_json(config, model_type, vocab)
+    else:
         raise TypeError(f"no format for {type(config).__name__} yet")
     rope = {key: json.loads(value) for key, value in spec.rope}
-    window = config.sliding_window
     if window is not None and "full_attention" in rope:
         rope["sliding_attention"] = rope["full_attention"]  # layer types choose the mask here, not the rotary
-    spark = config if isinstance(config, DSparkConfig) else None
-    ids = list(config.target_layer_ids)
     name = str(dtype).removeprefix("torch.")
-    model_type, style = _style(spec, vocab)
-    prefix = model_type.removesuffix("_text").capitalize()
     return {
-        "architectures": [f"{prefix}DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
-        "model_type": model_type,
         "dtype": name,
         "torch_dtype": name,
         "hidden_size": spec.dim,
@@ -97,6 +104,19 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
         "rope_parameters": rope,
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        **own,
+        "deepspec": {"format": 1, "drafter": config_to_json(config)},
+    }
+
+
+def _block_json(config: BlockConfig, model_type: str, vocab: Vocab) -> dict[str, Any]:
+    """Keys of a block drafter (and their traps: facts/formats.md 1.1 and 10.2)."""
+    spark = config if isinstance(config, DSparkConfig) else None
+    ids = list(config.target_layer_ids)
+    prefix = model_type.removesuffix("_text").capitalize()
+    return {
+        "architectures": [f"{prefix}DSparkModel" if config.sample_from_anchor else "DFlashDraftModel"],
+        "model_type": model_type,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": ids,
@@ -111,9 +131,10 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": ids,
             "block_size": config.block_size,
-            **({} if window is None else {"causal": False}),  # servers take sliding layers for causal ones otherwise
+            # servers take sliding layers for causal ones otherwise
+            **({} if config.sliding_window is None else {"causal": False}),
         },
-        "deepspec": {"format": 1, "drafter": config_to_json(config)},
+        **({"draft_vocab_size": vocab.draft_size} if vocab.has_own_head else {}),
     }  # fmt: skip
 
 
@@ -142,9 +163,9 @@ def config_to_json(config: DrafterConfig) -> dict[str, Any]:
     return {"kind": type(config).__name__.removesuffix("Config").lower(), **dataclasses.asdict(config)}
 
 
-def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
-    """The drafter's settings from its config.json; `keys` are the names of its tensors."""
-    kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig}
+def from_json(raw: dict[str, Any], keys: set[str], num_layers: int | None = None) -> DrafterConfig:
+    """The drafter's settings from its config.json; `keys` are the names of its tensors, num_layers the target's."""
+    kinds = {"dflash": DFlashConfig, "dspark": DSparkConfig, "eagle3": Eagle3Config}
     section = raw.get("deepspec")
     own = section.get("drafter") if isinstance(section, dict) else None
     if isinstance(own, dict):
@@ -155,12 +176,15 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
             return kinds[kind](**settings)
         except TypeError as error:  # a setting of another version
             raise InputError(f"config.json, deepspec.drafter: {error}") from None
+    if eagle3.is_eagle3(raw, keys):
+        return eagle3.from_json(raw, keys, num_layers)
     nested = raw.get("dflash_config") or {}
     look = {**nested, **{k: v for k, v in raw.items() if v is not None}}
     architecture = (raw.get("architectures") or ["?"])[0]
     known = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
     if architecture not in known:
-        raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {', '.join(known)}")
+        readable = ", ".join((*known, *eagle3.ARCHITECTURES))
+        raise InputError(f"drafter architecture {architecture!r} is unknown; this version reads {readable}")
     missing = [k for k in ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers") if k not in look]
     if missing:
         raise InputError(f"config.json has no {', '.join(missing)}")
@@ -184,6 +208,7 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> DrafterConfig:
         markov_rank=look.get("markov_rank", 256) if markov else 0,
         confidence_head=confidence,
         confidence_with_markov=look.get("confidence_head_with_markov", markov),
+        draft_vocab_size=look.get("draft_vocab_size") if "d2t" in keys else None,
     )
 
 
@@ -206,10 +231,10 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
     from transformers import AutoConfig
 
     kind = str(raw.get("model_type"))
-    kind = kind if kind.startswith("gemma") else "qwen3"
-    skip = {"deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype"}
+    kind = kind if kind.startswith("gemma") or kind == "llama" else "qwen3"
+    skip = {"deepspec", "dflash_config", "architectures", "model_type", "auto_map", "torch_dtype", *eagle3.SECTIONS}
     fields = {k: v for k, v in raw.items() if k not in skip}
-    if kind != "qwen3":  # of a Gemma, the rotary of full attention is read, whatever the window
+    if kind.startswith("gemma"):  # of a Gemma, the rotary of full attention is read, whatever the window
         rope = {k: v for k, v in (raw.get("rope_parameters") or {}).items() if isinstance(v, dict)}
         full = ["full_attention"] * raw["num_hidden_layers"]
         fields |= {"layer_types": full, "sliding_window": 512, "rope_parameters": rope or None}
@@ -222,18 +247,21 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
 def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
     """A drafter from a directory or hub id, on the target's device, in its dtype (or in `dtype`).
 
-    Reads DeepSpec's format and z-lab's DFlash. InputError where it is none, is broken, or belongs to another target.
+    Reads DeepSpec's format, z-lab's DFlash and the formats of Eagle3. InputError where it is none, is broken, or
+    belongs to another target.
     """
     folder = find_drafter(path)
-    raw = read_config(folder)
-    tensors = read_tensors(folder)
+    raw, tensors = eagle3.flat(read_config(folder)), read_tensors(folder)
     try:
-        config = from_json(raw, set(tensors))
+        tensors = eagle3.rename(tensors)
+        config = from_json(raw, set(tensors), target.num_layers)
+        _check_target(str(path), raw, config, target)
+        if isinstance(config, Eagle3Config):
+            eagle3.check_target(raw, target.vocab)
+        _check_copies(str(path), tensors, target, head=isinstance(config, Eagle3Config) or "d2t" in tensors)
+        drafter = config.build(_spec_of(str(path), raw), draft_vocab.from_tensors(target.vocab, tensors))
     except InputError as error:
-        raise InputError(f"drafter {str(path)!r}: {error}") from None
-    _check_target(str(path), raw, config, target)
-    drafter = config.build(_spec_of(str(path), raw), target.vocab)
-    _check_copies(str(path), tensors, target)
+        raise error if str(error).startswith("drafter ") else InputError(f"drafter {str(path)!r}: {error}") from None
     expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if expected != found:
@@ -318,9 +346,12 @@ def _check_target(path: str, raw: dict[str, Any], config: DrafterConfig, target:
     config.check_target(num_layers=target.num_layers, vocab_size=target.vocab.size, special_ids={})
 
 
-def _check_copies(path: str, tensors: dict[str, Tensor], target: Any) -> None:
-    """Take copies of the target's tensors out of `tensors`; warn where they are not the target's own."""
+def _check_copies(path: str, tensors: dict[str, Tensor], target: Any, *, head: bool) -> None:
+    """Take copies of the target's tensors out of `tensors`; warn where they are not the target's own. head: whether the
+    drafter may have one of its own, which is left for draft_vocab."""
     for name, attribute in COPIES.items():
+        if head and attribute == "head":
+            continue
         copy = tensors.pop(name, None)
         if copy is None:
             continue

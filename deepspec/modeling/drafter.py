@@ -1,7 +1,7 @@
 """The interface every drafter implements, and the data it exchanges with trainer and evaluator.
 
-Letters: B rows, T positions, S new positions, A anchors a row, G slots, L tapped layers, D hidden, V vocabulary,
-R rank.
+Letters: B rows, T positions, S new positions, A anchors a row, G slots, L tapped layers, D hidden, V vocabulary, Vd the
+part of it that the drafter can draft (usually all), R rank.
 
 An *anchor* is the last token both models agree on. Slot g (0 <= g < G) of the block anchored at position a predicts
 the token at a + g + 1, knowing target features of positions < a and tokens up to a.
@@ -72,7 +72,7 @@ class Proposal:
     tokens: Tensor
     """[B, G] long."""
     probs: Tensor
-    """[B, G, V] float32: the distribution each token was drawn from."""
+    """[B, G, V] float32: the distribution each token was drawn from; 0 on tokens that cannot be drafted."""
     confidence: Tensor
     """[B, G] float32 in (0, 1]: chance that slot g survives, given that the slots before it did."""
 
@@ -155,10 +155,10 @@ class Drafter(nn.Module, ABC):
     @property
     @abstractmethod
     def rows_out(self) -> Tensor | None:
-        """[V, R] the sequential head's last matrix; None without such a head."""
+        """[Vd, R] the sequential head's last matrix; None without such a head."""
 
     def logits(self, hidden: Tensor, prev: Tensor) -> Tensor:
-        """Slot logits [..., G, V] = vocab.logits(hidden) + rows @ rows_out.T."""
+        """Slot logits [..., G, Vd] = vocab.logits(hidden) + rows @ rows_out.T; vocab.to_target names their tokens."""
         logits = self.vocab.logits(hidden)
         if self.rows_out is None:
             return logits

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checked import require
 from ..sampling import Sampling
 from .block import BlockConfig, BlockDrafter
+from .draft_vocab import check
 from .drafter import Proposal, certain
 from .heads import ConfidenceHead, MarkovHead, RNNHead, SequentialHead
 from .spec import BlockSpec
@@ -25,10 +26,16 @@ class DSparkConfig(BlockConfig):
     """The confidence head also reads the embedding of the token before (where markov_rank > 0)."""
     confidence_stop_gradient: bool = False
     """The confidence loss trains its own head only, not the backbone."""
+    draft_vocab_size: int | None = None
+    """Vd: how many of the target's tokens can be drafted; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.markov_rank >= 0, f"drafter.markov_rank must be >= 0, got {self.markov_rank}")
+        require(
+            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
+            f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
+        )
 
     @property
     def has_confidence(self) -> bool:
@@ -47,11 +54,14 @@ class DSpark(BlockDrafter):
 
     def __init__(self, config: DSparkConfig, spec: BlockSpec, vocab: Vocab) -> None:
         super().__init__(config, spec, vocab)
+        check(config.draft_vocab_size, vocab)
         self.markov_head: SequentialHead | None = None
         if config.markov_rank:
             size = (vocab.dim, vocab.size, config.markov_rank)
             rnn, gated = config.markov_head_type == "rnn", config.markov_head_type == "gated"
             self.markov_head = RNNHead(*size) if rnn else MarkovHead(*size, gated=gated)
+            if vocab.kept is not None:  # it reads any token and adds to those that can be drafted
+                self.markov_head.markov_w2 = nn.Linear(config.markov_rank, vocab.draft_size, bias=False)
         self.confidence_head: ConfidenceHead | None = None
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(vocab.dim + config.markov_rank * config.confidence_reads_markov)
@@ -82,12 +92,12 @@ class DSpark(BlockDrafter):
         base = self.vocab.logits(hidden)
         head = self.markov_head
         if head is None:
-            tokens, probs = sampling.draw(base, uniforms)
+            tokens, probs = self.vocab.full(*sampling.draw(base, uniforms))
         else:
             state, prev, drawn, laws = head.start(hidden), anchors, [], []
             for g in range(base.shape[1]):
                 state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
-                prev, law = sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g])
+                prev, law = self.vocab.full(*sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g]))
                 drawn.append(prev)
                 laws.append(law)
             tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)

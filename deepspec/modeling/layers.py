@@ -76,13 +76,15 @@ class Attention(nn.Module):
     and attend over both. q_norm and k_norm belong to block drafters on every family: it is what servers load.
     """
 
-    def __init__(self, spec: BlockSpec, *, qk_norm: bool = True) -> None:
+    def __init__(self, spec: BlockSpec, *, width: int | None = None, qk_norm: bool = True) -> None:
+        """width: of the inputs, where it is not D."""
         super().__init__()
+        width = spec.dim if width is None else width
         self.head_dim, self.scale = spec.head_dim, spec.attn_scale
         self.norm_values, self.eps = spec.norm_values, spec.norm_eps
-        self.q_proj = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = None if spec.share_kv else nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = None if spec.share_kv else nn.Linear(width, spec.kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
         norms = [RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if qk_norm else nn.Identity() for _ in "qk"]
         self.q_norm, self.k_norm = norms
@@ -91,7 +93,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> keys and values, each [..., K, H]."""
+        """x [..., width] -> keys and values, each [..., K, H]."""
         keys = self._heads(self.k_proj(x))
         values = keys if self.v_proj is None else self._heads(self.v_proj(x))
         if self.norm_values:
@@ -99,20 +101,25 @@ class Attention(nn.Module):
         return rotate(self.k_norm(keys), rotary), values
 
     def q(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """x [..., D] -> queries [..., Q, H]."""
+        """x [..., width] -> queries [..., Q, H]."""
         return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
 
 
 class Block(nn.Module):
-    """A pre-norm decoder block, Gemma's where the spec says so; `attend(q, k, v)` decides what its queries see."""
+    """A pre-norm decoder block, Gemma's where the spec says so; `attend(q, k, v)` decides what its queries see.
+
+    With `aside` (Eagle3) its attention reads two streams, a second one beside the residual: `hidden_norm` norms the
+    residual, `input_layernorm` the other.
+    """
 
     layer_scalar: Tensor | None
 
-    def __init__(self, spec: BlockSpec, *, qk_norm: bool = True) -> None:
+    def __init__(self, spec: BlockSpec, *, aside: bool = False, qk_norm: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(spec, qk_norm=qk_norm)
+        self.self_attn = Attention(spec, width=2 * spec.dim if aside else spec.dim, qk_norm=qk_norm)
         self.mlp = GatedMLP(spec)
         self.input_layernorm = spec_norm(spec)
+        self.hidden_norm = spec_norm(spec) if aside else None
         # after the attention: on the residual stream, or on the branch's output where norms are sandwiched
         self.post_attention_layernorm = spec_norm(spec)
         self.pre_feedforward_layernorm = spec_norm(spec) if spec.sandwich else None
@@ -122,7 +129,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend) -> Tensor:  # type: ignore[no-untyped-def]
         """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]."""
         h = self.input_layernorm(x)
-        seen = attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary))
+        return self.finish(x, attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary)))
+
+    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
+        """The block after its attention: residual x [..., D] and what the queries saw [..., Q, H] -> [..., D]."""
         branch = self.self_attn.o_proj(seen.flatten(-2))
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + branch

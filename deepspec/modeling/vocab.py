@@ -1,4 +1,7 @@
-"""The target's frozen embedding and output head, shared by every drafter and never saved with one."""
+"""The target's frozen embedding and output head, shared by every drafter and never saved with one.
+
+Letters: V the target's tokens, Vd those a drafter can draft, D hidden.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +9,20 @@ from torch.nn import functional as F
 
 
 class Vocab(nn.Module):
-    """V tokens: `embed` turns ids into inputs, `logits` turns hidden states into scores, as the target itself does."""
+    """V tokens: `embed` turns ids into inputs, `logits` turns hidden states into scores, as the target itself does.
+
+    A drafter may keep Vd of the V tokens (`kept`, see draft_vocab.py): then `logits` scores those alone.
+    """
+
+    kept: Tensor | None
+    """[Vd] long, ascending: the target ids that can be drafted; None: all."""
 
     def __init__(
-        self, embedding: Tensor, head: Tensor, *, softcap: float | None = None, embed_scale: float | None = None
-    ) -> None:
-        """embedding, head: [V, D] (the same tensor when tied); nothing is copied."""
+        self, embedding: Tensor, head: Tensor, *, softcap: float | None = None, embed_scale: float | None = None,
+        kept: Tensor | None = None, draft_head: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """embedding, head: [V, D] (the same tensor when tied); nothing is copied. draft_head: [Vd, D] where a drafter
+        has a head of its own."""
         super().__init__()
         if embedding.shape != head.shape:
             raise ValueError(
@@ -20,6 +31,10 @@ class Vocab(nn.Module):
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.head = nn.Parameter(head, requires_grad=False)
         self.softcap, self.embed_scale = softcap, embed_scale
+        self.register_buffer("kept", kept)
+        if draft_head is None and kept is not None:
+            draft_head = head.detach()[kept]
+        self._own_head = None if draft_head is None else nn.Parameter(draft_head, requires_grad=False)
 
     @property
     def size(self) -> int:
@@ -27,8 +42,22 @@ class Vocab(nn.Module):
         return self.head.shape[0]
 
     @property
+    def draft_size(self) -> int:
+        """Vd: rows of `logits`."""
+        return self.draft_head.shape[0]
+
+    @property
     def dim(self) -> int:
         return self.head.shape[1]
+
+    @property
+    def draft_head(self) -> Tensor:
+        """[Vd, D] what `logits` multiplies with; the target's own head unless reduced."""
+        return self.head if self._own_head is None else self._own_head
+
+    @property
+    def has_own_head(self) -> bool:
+        return self._own_head is not None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] long -> [..., D]."""
@@ -36,6 +65,44 @@ class Vocab(nn.Module):
         return x if self.embed_scale is None else x * torch.tensor(self.embed_scale, dtype=x.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V], soft-capped where the target caps."""
-        logits = F.linear(hidden.to(self.head.dtype), self.head)
+        """[..., D] -> [..., Vd], soft-capped where the target caps."""
+        return self._scores(hidden, self.draft_head)
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]: the target's own scores of its hidden states, whatever a drafter keeps."""
+        return self._scores(hidden, self.head)
+
+    def _scores(self, hidden: Tensor, head: Tensor) -> Tensor:
+        logits = F.linear(hidden.to(head.dtype), head)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    # -- between the V tokens of the target and the Vd of a drafter ----------------------------------------------------
+
+    def keep(self, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A law over V tokens [..., V] -> its part on the kept ones [..., Vd] and the sum of it [...]; None: all."""
+        if self.kept is None:
+            return probs, None
+        part = probs[..., self.kept]
+        return part, part.sum(-1)
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """A law over the kept tokens [..., Vd] -> the same over all [..., V]."""
+        if self.kept is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], self.size).index_copy_(-1, self.kept, probs)
+
+    def to_target(self, drafted: Tensor) -> Tensor:
+        """Rows of `logits` [...] -> token ids."""
+        return drafted if self.kept is None else self.kept[drafted]
+
+    def full(self, drafted: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+        """What was drawn among the kept tokens, and its law, among all: [...], [..., Vd] -> [...], [..., V]."""
+        return self.to_target(drafted), self.spread(law)
+
+    def to_draft(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Token ids [...] -> rows of `logits` and which tokens have one (the others get row 0); None: all."""
+        if self.kept is None:
+            return tokens, None
+        row = torch.searchsorted(self.kept, tokens).clamp_(max=self.draft_size - 1)
+        found = self.kept[row] == tokens
+        return row * found, found

@@ -4,8 +4,11 @@ Nothing of size [slots, V] outlives a chunk. Slots are sorted by the position wh
 target's distribution is formed once per position; loss and gradient of a chunk are formed together in the forward pass,
 and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
 
+A drafter that keeps Vd of the target's V tokens is scored against the whole of V: a label it cannot draft has no ce
+term, kl sums over Vd, L1 counts the target's mass on the rest in full.
+
 Letters: B rows, T positions, A anchors, G slots, N supervised slots, P distinct positions of them, D hidden, R rank,
-V vocabulary, C slots of a chunk.
+V vocabulary (Vd of the drafter), C slots of a chunk.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ class Objective(nn.Module):
     @torch.no_grad()
     def _metrics(self, slots: _Slots, ce: Tensor, kl: Tensor, l1: Tensor, bce: Tensor, accept: Tensor) -> Metrics:
         count, G = accept.new_tensor(float(len(accept))), slots.mask.shape[-1]
-        metrics = {"ce": (ce.sum(), count), "l1": (l1.sum(), count)}
+        known = self.drafter.vocab.to_draft(slots.label)[1]
+        metrics = {"ce": (ce.sum(), count if known is None else known.sum().to(accept)), "l1": (l1.sum(), count)}
         if self.config.kl:
             metrics["kl"] = (kl.sum(), count)
         if self.config.confidence:
@@ -145,19 +149,20 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
         weight: Tensor, config: LossConfig, grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """h [N, D], r [N, R], w2 [V, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N]."""
+        """h [N, D], r [N, R], w2 [Vd, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N]."""
         device = h.device.type
         fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         exact = torch.promote_types(h.dtype, torch.float32)
         with torch.autocast(device, enabled=False):
             positions, which, sizes = torch.unique_consecutive(place, return_inverse=True, return_counts=True)
             out = _Buffers.make(h, r, w2, exact, grad)
-            head, last = vocab.head.to(fast), w2.to(fast)
+            head, last = vocab.draft_head.to(fast), w2.to(fast)
+            label, known = vocab.to_draft(label)
             for p0, p1, s0, s1 in _chunks(sizes.tolist(), config.chunk):
-                p = _softmax_(vocab.logits(teacher[positions[p0:p1]]).to(exact))
+                p, mass = vocab.keep(_softmax_(vocab.target_logits(teacher[positions[p0:p1]]).to(exact)))
                 out.add(
-                    slice(s0, s1), h[s0:s1].to(fast), r[s0:s1].to(fast), head, last, vocab.softcap,
-                    p, which[s0:s1] - p0, label[s0:s1], weight[s0:s1], config,
+                    slice(s0, s1), h[s0:s1].to(fast), r[s0:s1].to(fast), head, last, vocab.softcap, p, mass,
+                    which[s0:s1] - p0, label[s0:s1], None if known is None else known[s0:s1], weight[s0:s1], config,
                 )  # fmt: skip
         ctx.grads = out.gradients()
         loss = (out.loss * weight).sum()
@@ -199,10 +204,10 @@ class _Buffers:
 
     def add(
         self, cut: slice, h: Tensor, r: Tensor, head: Tensor, w2: Tensor, softcap: float | None, p: Tensor,
-        which: Tensor, label: Tensor, weight: Tensor, config: LossConfig,
+        mass: Tensor | None, which: Tensor, label: Tensor, known: Tensor | None, weight: Tensor, config: LossConfig,
     ) -> None:  # fmt: skip
-        """One chunk: h [C, D], r [C, R], teacher p [P, V], which [C] names each slot's row of p. In place: at most
-        two tensors [C, V] beside p are alive."""
+        """One chunk: h [C, D], r [C, R], teacher p [P, Vd], its sum [P] where below 1, which [C] names each slot's row
+        of p; label, known [C]. In place: at most two tensors [C, Vd] beside p are alive."""
         c = config
         logits = F.linear(h, head).to(p.dtype)
         tanh = None
@@ -220,25 +225,32 @@ class _Buffers:
         total = q.sum(-1, keepdim=True)
         q.div_(total)
         log_total = total[:, 0].log_()
-        self.ce[cut] = log_total - at_label
+        ce = log_total - at_label
+        self.ce[cut] = ce if known is None else ce * known
+        share = None if mass is None else mass[which]  # the target's mass on what can be drafted
         if cross is not None:
-            self.kl[cut] = log_total - cross
+            self.kl[cut] = (log_total if share is None else log_total * share) - cross
         d.neg_().add_(q)  # q - p
-        self.l1[cut] = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
+        l1 = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
+        self.l1[cut] = l1 if share is None else l1.add_((1 - share).clamp_(min=0))
         self.loss[cut] = c.ce * self.ce[cut] + c.kl * self.kl[cut] + c.tv * self.l1[cut]
         if self.d_h is None or self.d_r is None or self.d_w2 is None:
             return
-        # d ce = q - onehot; d kl = q - p; d L1 = q (s - <q, s>) with s = sign(q - p)
+        # d ce = q - onehot; d kl = q sum(p) - p; d L1 = q (s - <q, s>) with s = sign(q - p)
+        pull: float | Tensor = c.ce + c.kl
+        if known is not None and share is not None:
+            pull = (c.ce * known + c.kl * share)[:, None]
         if c.tv:
             sign = d.sign_()
             mean = torch.bmm(q[:, None], sign[..., None])[:, 0]
-            g = sign.sub_(mean).mul_(c.tv).add_(c.ce + c.kl).mul_(q)
+            g = sign.sub_(mean).mul_(c.tv).add_(pull).mul_(q)
         else:
-            g = torch.mul(q, c.ce + c.kl, out=d)
+            g = torch.mul(q, pull, out=d)
         if c.kl:
             g.sub_(torch.index_select(p, 0, which, out=q), alpha=c.kl)
         if c.ce:
-            g.scatter_add_(-1, label[:, None], g.new_full((len(label), 1), -c.ce))
+            push = g.new_full((len(label), 1), -c.ce)
+            g.scatter_add_(-1, label[:, None], push if known is None else push.mul_(known[:, None]))
         g.mul_(weight[:, None])
         if w2.numel():
             g_fast = g.to(r.dtype)

@@ -1,0 +1,380 @@
+"""Eagle3: one autoregressive layer over (target features, next token), trained by unrolling it on itself.
+
+Row t pairs the features of position t with the token at t + 1: it is slot 0 of the block anchored at t + 1. Slot g > 0
+takes the state of slot g - 1 and the token at t + 1 + g. Only slot 0 has target features, so what later slots see is
+the keys and values of the slots 0 of rows up to t, and those of the row's own earlier slots.
+
+Letters: B rows, T positions, S new positions, A anchors, G slots, g earlier slots, L tapped layers, D hidden, N packed
+positions, Q heads, K kv heads, R heads a kv head, H head dim, C queries of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checked import require
+from ..sampling import Sampling
+from .attention import attend
+from .cache import KVCache, Ragged, as_list
+from .draft_vocab import check
+from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
+from .layers import Block, RMSNorm, Rotary, spec_norm
+from .spec import BlockSpec
+from .vocab import Vocab
+
+ROUND = 64
+"""Anchors are padded to a multiple of this, so that few shapes occur."""
+SCORES_ALIVE = 1 << 25
+"""Attention scores alive at once in the unrolled attention (128 MiB in float32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DrafterConfig):
+    """block_size is how often the layer is unrolled in training (`ttt_length`) and how many tokens it drafts."""
+
+    num_draft_layers: int = 1
+    """Always 1: the layer runs once for every drafted token, and servers disagree about what a second one reads."""
+    qk_norm: bool = False
+    """Norms on queries and keys, as in DeepSpec's checkpoints. No other server or trainer of Eagle3 knows them."""
+    draft_vocab_size: int | None = None
+    """Vd: how many of the target's tokens can be drafted; None: all."""
+    norm_before_residual: bool = False
+    """The residual stream starts from the normed state, not from the state itself."""
+    norm_before_fc: bool = False
+    """A norm over all features together before their projection."""
+    fc_norm: bool = False
+    """A norm over each tapped layer's features before their projection."""
+    norm_output: bool = False
+    """The next slot reads the state after the final norm (Eagle 3.1), not before it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.num_draft_layers == 1, f"drafter.num_draft_layers must be 1 for Eagle3, got {self.num_draft_layers}"
+        )
+        require(
+            not (self.norm_before_fc and self.fc_norm),
+            "drafter.norm_before_fc and drafter.fc_norm: at most one can be true",
+        )
+        require(
+            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
+            f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
+        )
+
+    def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
+        return Eagle3(self, spec, vocab)
+
+
+# -- what a row sees ---------------------------------------------------------------------------------------------------
+
+
+def sees(row: Tensor, row_document: Tensor, place: Tensor, document: Tensor) -> Tensor:
+    """The rule, for broadcastable tensors: every slot of row `row` sees the slots 0 of rows up to it (itself included)
+    in its own document. Of later slots it sees its own alone."""
+    return (place <= row) & (document == row_document)
+
+
+class Unrolled:
+    """Attention of the slots of `rows` [B, A]: over slot 0 of every row, by the rule, and over their own earlier slots.
+
+    One softmax over both parts. Scores are made slice by slice and made again in the backward pass, so that what is
+    kept grows with A * g and never with A * T; a slice leaves out the rows after its last one.
+    """
+
+    def __init__(self, rows: Tensor, document: Tensor, scale: float, heads: int) -> None:
+        """rows [B, A] long, document [B, T]."""
+        (B, A), T = rows.shape, document.shape[1]
+        self.rows, self.document, self.scale = rows, document, scale
+        self.own_document = document.gather(1, rows)
+        width = max(1, min(max(ROUND, A // 8), SCORES_ALIVE // (B * heads * T)))
+        starts = range(0, A, width)
+        ends = torch.stack([rows[:, s : s + width].max() + 1 for s in starts]).tolist() if A else []
+        self.slices = [(slice(s, s + width), end) for s, end in zip(starts, ends)]
+        """Which queries, and how many rows they can see at most."""
+
+    def __call__(self, q: Tensor, first: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """q [B, A, Q, H]; keys and values of slot 0 of all rows [B, T, K, H], of own earlier slots g x [B, A, K, H]
+        -> [B, A, Q, H]."""
+        flat = [x for pair in own for x in pair]
+        return _UnrolledAttention.apply(q, *first, self, *flat)
+
+    def weights(self, q: Tensor, keys: Tensor, own: Sequence[Tensor], cut: slice, end: int) -> Tensor:
+        """Softmax weights [B, K, C * R, end + g] of a slice: q [B, K, C, R, H] (scaled), keys [B, K, end, H], own
+        g x [B, K, C, 1, H]."""
+        B, K, C, R, H = q.shape
+        far = q.reshape(B, K, C * R, H) @ keys.mT
+        place = torch.arange(end, device=q.device)
+        seen = sees(
+            self.rows[:, cut, None], self.own_document[:, cut, None], place, self.document[:, None, :end]
+        )  # [B, C, end]
+        far = far.view(B, K, C, R, end).masked_fill_(~seen[:, None, :, None], -torch.inf)
+        near = [(q * k).sum(-1, keepdim=True).to(far.dtype) for k in own]
+        scores = torch.cat([far, *near], -1) if near else far
+        return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).view(B, K, C * R, -1)
+
+
+class _UnrolledAttention(torch.autograd.Function):
+    """Unrolled's computation. Gradients: dS = P * (dP - <P, dP>), with the P of the one softmax over both parts."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: Unrolled, *own: Tensor) -> Tensor:
+        ctx.view = view
+        ctx.save_for_backward(q, k, v, *own)
+        B, K, out = len(q), k.shape[2], torch.empty_like(q)
+        with torch.autocast(q.device.type, enabled=False):
+            for cut, end in view.slices:
+                qs, keys, values, own_k, own_v = _parts(q, k, v, own, cut, end, view.scale)
+                p = view.weights(qs, keys, own_k, cut, end).to(v.dtype)
+                C = qs.shape[2]
+                seen = (p[..., :end] @ values).view(qs.shape)
+                for i, value in enumerate(own_v):
+                    seen = seen.addcmul_(p[..., end + i].view(B, K, C, -1, 1), value)
+                out[:, cut] = seen.transpose(1, 2).flatten(2, 3)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        q, k, v, *own = ctx.saved_tensors
+        view: Unrolled = ctx.view
+        B, (K, H) = len(q), k.shape[2:]
+        exact = torch.promote_types(q.dtype, torch.float32)
+        d_q = torch.empty_like(q)
+        d_k, d_v = (torch.zeros(B, K, k.shape[1], H, dtype=exact, device=k.device) for _ in "kv")
+        d_own = [torch.empty_like(x) for x in own]
+        with torch.autocast(q.device.type, enabled=False):
+            for cut, end in view.slices:
+                qs, keys, values, own_k, own_v = _parts(q, k, v, own, cut, end, view.scale)
+                p = view.weights(qs, keys, own_k, cut, end)
+                C = qs.shape[2]
+                d = d_out[:, cut].unflatten(2, (K, -1)).transpose(1, 2)  # [B, K, C, R, H]
+                flat_d, flat_q = d.reshape(B, K, -1, H), qs.reshape(B, K, -1, H)
+                d_p = (flat_d @ values.mT).to(exact)
+                near = [(d * value).sum(-1).view(B, K, -1, 1).to(exact) for value in own_v]
+                d_p = torch.cat([d_p, *near], -1) if near else d_p
+                p_v = p.to(v.dtype)
+                d_v[:, :, :end] += p_v[..., :end].mT @ flat_d
+                d_s = d_p.sub_((p * d_p).sum(-1, keepdim=True)).mul_(p).to(q.dtype)
+                d_k[:, :, :end] += d_s[..., :end].mT @ flat_q
+                grad = (d_s[..., :end] @ keys).view(qs.shape)
+                for i, key in enumerate(own_k):
+                    s, w = (x[..., end + i].view(B, K, C, -1, 1) for x in (d_s, p_v))
+                    grad = grad.addcmul_(s, key)
+                    d_own[2 * i][:, cut] = (s * qs).sum(3).transpose(1, 2)
+                    d_own[2 * i + 1][:, cut] = (w * d).sum(3).transpose(1, 2)
+                d_q[:, cut] = grad.mul_(view.scale).transpose(1, 2).flatten(2, 3)
+        return d_q, d_k.transpose(1, 2).to(k.dtype), d_v.transpose(1, 2).to(v.dtype), None, *d_own
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, own: Sequence[Tensor], cut: slice, end: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """A slice, heads in front: q [B, K, C, R, H] scaled; k, v [B, K, end, H]; own keys and values [B, K, C, 1, H]."""
+    heads = q[:, cut].unflatten(2, (k.shape[2], -1)).transpose(1, 2) * scale
+    mine = [x[:, cut].transpose(1, 2)[:, :, :, None] for x in own]
+    return heads, k[:, :end].transpose(1, 2), v[:, :end].transpose(1, 2), mine[0::2], mine[1::2]
+
+
+# -- the drafter -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Eagle3State:
+    """Context of the rows in flight: keys and values of slot 0, how many positions, and the last position's state."""
+
+    cache: KVCache
+    lengths: list[int]
+    hidden: Tensor
+    """[B, D] what slot 1 reads."""
+    live: list[int] = field(default_factory=list)
+    """Rows that have observed something."""
+
+
+class Eagle3(Drafter):
+    config: Eagle3Config
+    rows_out = None
+    attention: str = "auto"
+    """Teacher-forced attention has one path, whatever this says."""
+
+    def __init__(self, config: Eagle3Config, spec: BlockSpec, vocab: Vocab) -> None:
+        super().__init__()
+        if vocab.dim != spec.dim:
+            raise ValueError(f"the vocabulary has width {vocab.dim}, the block {spec.dim}")
+        check(config.draft_vocab_size, vocab)
+        self.config, self.spec = config, spec
+        # not a submodule: moving, casting, saving or sharding a drafter must leave the target's own tensors alone
+        object.__setattr__(self, "vocab", vocab)
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * spec.dim, spec.dim, bias=False)
+        self.input_norm = RMSNorm(taps * spec.dim, spec.norm_eps) if config.norm_before_fc else None
+        norms = [RMSNorm(spec.dim, spec.norm_eps) for _ in range(taps)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.layers = nn.ModuleList([Block(spec, aside=True, qk_norm=config.qk_norm)])
+        self.norm = spec_norm(spec)
+        self.rotary = Rotary(spec)
+
+    @property
+    def num_slots(self) -> int:
+        return self.config.block_size
+
+    @property
+    def _layer(self) -> Block:
+        layer = self.layers[0]
+        assert isinstance(layer, Block)  # ModuleList forgets what it holds
+        return layer
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def anchors(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Every position whose successor is supervised and whose predecessor has features, ascending, and which are
+        real; the rest stand at 0. A is what the fullest row needs, rounded up."""
+        T = batch.tokens.shape[1]
+        document = batch.documents
+        same = document[:, 1:] == document[:, :-1]
+        usable = torch.zeros_like(batch.loss_mask)
+        usable[:, 1:-1] = batch.loss_mask[:, 2:] & same[:, 1:] & same[:, :-1]
+        most = int(usable.sum(1).max())
+        A = min(T, max(1, -(-most // ROUND)) * ROUND)
+        chosen = torch.where(usable, torch.arange(T, device=usable.device), T).sort(1).values[:, :A]
+        real = chosen < T
+        return chosen.where(real, torch.zeros_like(chosen)), real
+
+    def hidden(self, batch: Batch, anchors: Tensor) -> Tensor:
+        layer, positions = self._layer, batch.positions
+        T = batch.tokens.shape[1]
+        rows = (anchors - 1).clamp(min=0)
+        view = Unrolled(rows, batch.documents, layer.self_attn.scale, self.spec.heads)
+        at = positions.gather(1, rows)
+
+        def pick(x: Tensor) -> Tensor:
+            return x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
+
+        # slot 0: keys and values of every row; queries of the anchors' rows alone
+        states = self._project(batch.features)
+        following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], 1)
+        inputs, residual = self._inputs(states, following)
+        first = layer.self_attn.kv(inputs, self.rotary(positions))
+        x, inputs, own, slots = pick(residual), pick(inputs), [], []
+        for g in range(self.num_slots):
+            rotary = self.rotary(at + g)
+            if g:
+                token = batch.tokens.gather(1, (anchors + g).clamp(max=T - 1))
+                inputs, x = self._inputs(x, token)
+                own.append(layer.self_attn.kv(inputs, rotary))
+            x = self._recur(layer.finish(x, view(layer.self_attn.q(inputs, rotary), first, own)))
+            slots.append(x)
+        return self._read(torch.stack(slots, 2))
+
+    # -- the layer's two ends ------------------------------------------------------------------------------------------
+
+    def _project(self, features: Tensor) -> Tensor:
+        """Target features [..., L * D] -> states [..., D]."""
+        x = self._cast(features)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.split(self.spec.dim, -1))], -1)
+        return self.fc(x)
+
+    def _inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """States [..., D] and the tokens after them [...] -> what attention reads [..., 2 D], and the residual."""
+        layer = self._layer
+        assert layer.hidden_norm is not None
+        normed = layer.hidden_norm(states)
+        aside = layer.input_layernorm(self._cast(self.vocab.embed(tokens)))
+        return torch.cat([aside, normed], -1), normed if self.config.norm_before_residual else states
+
+    def _recur(self, x: Tensor) -> Tensor:
+        """The layer's output [..., D] -> the state that the next slot reads."""
+        return self.norm(x) if self.config.norm_output else x
+
+    def _read(self, states: Tensor) -> Tensor:
+        """States [..., D] -> what the vocabulary's head reads."""
+        return states if self.config.norm_output else self.norm(states)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """The target's dtype -> the drafter's; autocast does it by itself."""
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
+
+    def rows(self, hidden: Tensor, prev: Tensor) -> Tensor:
+        return hidden.new_zeros(*hidden.shape[:-1], 0)
+
+    def confidence(self, hidden: Tensor, prev: Tensor) -> Tensor:
+        return certain(prev)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def new_state(self, rows: int, max_length: int) -> Eagle3State:
+        # a proposal writes its own keys after the context, where the next observation overwrites them
+        cache = KVCache(rows, max_length + self.num_slots)
+        return Eagle3State(cache, [0] * rows, self.fc.weight.new_zeros(rows, self.spec.dim))
+
+    @torch.no_grad()
+    def observe(
+        self, state: Eagle3State, features: Tensor, next_tokens: Tensor, counts: Tensor | Sequence[int]
+    ) -> None:
+        count_list = as_list(counts)  # type: ignore[arg-type]
+        ragged, device = Ragged(count_list, features.device), features.device
+        if not ragged.total:
+            return
+        layer = self._layer
+        positions = torch.tensor(state.lengths, device=device)[ragged.rows] + ragged.columns
+        inputs, residual = self._inputs(self._project(ragged.pack(features)), ragged.pack(next_tokens))
+        where = ragged.rows * state.cache.capacity + positions
+        rotary = self.rotary(positions)
+        state.cache.write(0, where, *layer.self_attn.kv(inputs, rotary))
+        state.lengths = [n + c for n, c in zip(state.lengths, count_list)]
+        state.live = [b for b, n in enumerate(state.lengths) if n]
+        # only each row's last position is ever asked for its state
+        live = torch.tensor(ragged.live, device=device)
+        last = torch.tensor([count_list[b] for b in ragged.live], device=device).cumsum(0) - 1
+        q = layer.self_attn.q(inputs[last], (rotary[0][last], rotary[1][last]))
+        seen = self._look(state, q, ragged.live, 0)
+        x = self._recur(layer.finish(residual[last], seen)).to(state.hidden.dtype)
+        state.hidden = state.hidden.index_copy(0, live, x)
+
+    def reset_rows(self, state: Eagle3State, rows: Sequence[int]) -> None:
+        for row in as_list(rows):  # type: ignore[arg-type]
+            state.lengths[row] = 0
+        state.live = [b for b, n in enumerate(state.lengths) if n]
+
+    @torch.no_grad()
+    def propose(self, state: Eagle3State, sampling: Sampling, uniforms: Tensor) -> Proposal:
+        layer, live, B = self._layer, state.live, len(state.lengths)
+        rows = torch.tensor(live, device=uniforms.device, dtype=torch.long)
+        start = torch.tensor([state.lengths[b] for b in live], device=uniforms.device, dtype=torch.long)
+        x = state.hidden[rows]
+        drawn: list[Tensor] = []
+        laws: list[Tensor] = []
+        for g in range(self.num_slots):
+            if g:
+                position = start + g - 1
+                inputs, x = self._inputs(x, drawn[-1])
+                rotary = self.rotary(position)
+                where = rows * state.cache.capacity + position
+                state.cache.write(0, where, *layer.self_attn.kv(inputs, rotary))
+                x = self._recur(layer.finish(x, self._look(state, layer.self_attn.q(inputs, rotary), live, g)))
+            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[rows, g]))
+            drawn.append(token)
+            laws.append(law)
+        tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
+        if len(live) < B:
+            tokens, probs = (x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in (tokens, probs))
+        return Proposal(tokens, probs, certain(tokens).sigmoid())
+
+    def _look(self, state: Eagle3State, q: Tensor, rows: list[int], ahead: int) -> Tensor:
+        """Queries [N, Q, H], one for each of `rows`, over the first length + ahead places of its row -> [N, Q, H]."""
+        ends = [state.lengths[b] + ahead for b in rows]
+        longest, device = max(ends, default=0), q.device
+        everyone = len(rows) == len(state.lengths)
+        keys, values = state.cache.read(0, longest, None if everyone else torch.tensor(rows, device=device))
+        mask = None
+        if min(ends, default=0) != longest:
+            mask = torch.arange(longest, device=device) < torch.tensor(ends, device=device)[:, None]
+            mask = mask[:, None, None]
+        return attend(q[:, :, None], keys, values, mask, self._layer.self_attn.scale)[:, :, 0]
