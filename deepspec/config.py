@@ -70,12 +70,12 @@ class DataConfig(Checked):
 class TrainConfig(Checked):
     """The optimisation. Batch sizes count sequences."""
 
+    lr: float = 6e-4
     init: str = "random"
     """Where weights start: 'random', 'target' (its last layers, final norm, and a projection that selects the last
     tapped layer), or an existing drafter's directory or hub id; what does not fit stays random."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the layers, scaled so that AdamW's lr fits it, and AdamW for everything else."""
-    lr: float = 6e-4
     epochs: int = 10
     max_steps: int | None = None
     """Stop after this many optimiser steps, whatever `epochs` says."""

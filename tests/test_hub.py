@@ -167,7 +167,6 @@ def test_config_serves_in_both_engines(kind, tmp_path):
     assert raw["deepspec"]["format"] == 1 and raw["deepspec"]["drafter"]["kind"] == ("dspark" if spark else "dflash")
 
 
-@pytest.mark.xfail(strict=True, reason="to_json does not know the target's number of layers (reported)")
 def test_config_counts_the_targets_layers(tmp_path):
     """num_target_layers is among the keys of the published format."""
     make_drafter("vanilla", target()).save(tmp_path / "d")

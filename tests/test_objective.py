@@ -360,15 +360,15 @@ def test_losses_are_float32_under_autocast():
 
 
 class Counting(Vocab):
-    """Counts the states that pass through `logits`."""
+    """Counts the states that pass through `target_logits`."""
 
     def __init__(self, vocab: Vocab) -> None:
         super().__init__(vocab.embedding, vocab.head)
         self.count = 0
 
-    def logits(self, hidden):
+    def target_logits(self, hidden):
         self.count += hidden.shape[:-1].numel()
-        return super().logits(hidden)
+        return super().target_logits(hidden)
 
 
 def test_the_teacher_is_formed_once_per_position():

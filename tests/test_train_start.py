@@ -42,7 +42,8 @@ def config(folder, out, **train):
 def started(folder, drafter_kind="vanilla", source="target", **changes):
     """A drafter as training starts it, and what was said."""
     target = deepspec.Target.load(str(folder / "target"))
-    c = dataclasses.replace(config(folder, folder / "x"), drafter=helpers.drafter_config(drafter_kind, **changes))
+    kind, loss = helpers.drafter_config(drafter_kind, **changes), deepspec.LossConfig(ce=1.0)
+    c = dataclasses.replace(config(folder, folder / "x"), drafter=kind, loss=loss)
     drafter = build_drafter(c, target)
     return drafter, target, init.warm_start(drafter, target, source)
 

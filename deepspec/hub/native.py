@@ -85,6 +85,7 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
         "torch_dtype": name,
         "hidden_size": spec.dim,
         "target_hidden_size": vocab.dim,
+        "num_target_layers": spec.target_layers or None,
         "num_hidden_layers": config.num_draft_layers,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
@@ -241,7 +242,8 @@ def read_spec(raw: dict[str, Any]) -> BlockSpec:
     if fields.get("rope_parameters"):
         fields.pop("rope_scaling", None)
         fields.pop("rope_theta", None)
-    return read_family(AutoConfig.for_model(kind, **fields)).block
+    block = read_family(AutoConfig.for_model(kind, **fields)).block
+    return dataclasses.replace(block, target_layers=raw.get("num_target_layers") or 0)
 
 
 def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "target") -> Drafter:
@@ -261,7 +263,8 @@ def load_drafter(path: str | Path, target: Any, *, dtype: str | torch.dtype = "t
         _check_copies(str(path), tensors, target, head=isinstance(config, Eagle3Config) or "d2t" in tensors)
         drafter = config.build(_spec_of(str(path), raw), draft_vocab.from_tensors(target.vocab, tensors))
     except InputError as error:
-        raise error if str(error).startswith("drafter ") else InputError(f"drafter {str(path)!r}: {error}") from None
+        named = str(error).startswith(f"drafter {str(path)!r}")
+        raise error if named else InputError(f"drafter {str(path)!r}: {error}") from None
     expected = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if expected != found:

@@ -37,6 +37,8 @@ class BlockSpec(Checked):
     max_positions: int = 32768
     rope: tuple[tuple[str, str], ...] = ()
     """The target's rope_parameters as (key, JSON value) pairs, copied into saved configs."""
+    target_layers: int = 0
+    """Decoder layers of the target; 0: not known."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

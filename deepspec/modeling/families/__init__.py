@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checked import InputError
@@ -55,7 +55,8 @@ def read_family(config: Any) -> Family:
             f"target family {config.model_type!r} is unknown; add deepspec/modeling/families/{name}.py "
             "(see deepspec/modeling/families/__init__.py)"
         ) from None
-    return family.read(config)
+    found: Family = family.read(config)
+    return replace(found, block=replace(found.block, target_layers=config.num_hidden_layers))
 
 
 def rotary(config: Any, cls: type, layer_type: str | None = None) -> tuple[tuple[float, ...], float]:
