@@ -61,10 +61,14 @@ class Sampling(Checked):
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [..., V], uniform [...] in (0, 1) -> token ids [...], and the law they were drawn from [..., V]."""
-        probs = self.probs(logits)
+    def token(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """logits [..., V], uniform [...] in (0, 1) -> token ids [...]."""
         # of a one-hot, the inverse CDF is its place, whatever the uniform
+        return logits.argmax(-1) if self.temperature == 0 else draw(self.probs(logits), uniform)
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and the law the tokens were drawn from [..., V]."""
+        probs = self.probs(logits)
         return (logits.argmax(-1) if self.temperature == 0 else draw(probs, uniform)), probs
 
 

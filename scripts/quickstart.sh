@@ -22,12 +22,16 @@ python=.venv/bin/python
 stage "the embedded target" $python -m deepspec.tiny
 tiny=$($python -c 'from deepspec.tiny import target_dir; print(target_dir())')
 
-stage "answers of the target" $python -m deepspec.data answers --target deepspec/tiny --dtype bfloat16 \
-    --prompts "$tiny/prompts_train.jsonl" --out "$tiny/answers.jsonl" \
-    --max-new-tokens 96 --temperature 1.0 --concurrency 64
+answers() { # answers FILE OPTIONS...
+    $python -m deepspec.data answers --target deepspec/tiny --dtype bfloat16 --prompts "$tiny/prompts_train.jsonl" \
+        --out "$tiny/$1" --max-new-tokens 96 --concurrency 64 "${@:2}"
+}
+stage "answers of the target, temperature 1" answers answers.jsonl --temperature 1
+stage "answers of the target, greedy" answers answers_greedy.jsonl --temperature 0 --limit 224
 stage "train DFlash" $python -m deepspec.train --config config/dflash/tiny.py
 stage "train DSpark" $python -m deepspec.train --config config/dspark/tiny.py
-stage "evaluate" $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
+# One thread: at batch 1 a model this small loses more to waking a second one than it gains.
+stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
     --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \
     --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval
 

@@ -53,7 +53,9 @@ def test_target_dir_is_pure_and_names_the_recipe(tmp_path: Path, monkeypatch: py
     assert tiny.target_dir() == tiny.target_dir(tiny.Recipe())
     assert tiny.target_dir().is_relative_to(tmp_path / "none" / "tiny")
     assert not (tmp_path / "none").exists()
-    changed = [{f.name: getattr(RECIPE, f.name) * 2} for f in dataclasses.fields(tiny.Recipe)]
+    other = {int: lambda value: value * 2, float: lambda value: value * 2, str: lambda value: "muon"}
+    values = {f.name: getattr(RECIPE, f.name) for f in dataclasses.fields(tiny.Recipe)}
+    changed = [{name: other[type(value)](value)} for name, value in values.items()]
     paths = {tiny.target_dir(dataclasses.replace(RECIPE, **change)) for change in changed}
     assert len(paths | {tiny.target_dir(RECIPE)}) == len(changed) + 1
 

@@ -3,6 +3,7 @@
 Letters: N prompts, C chunks. A *run* is one contender (the baseline or a drafter) on one task at one temperature.
 """
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -155,6 +156,8 @@ def decode(
 
 def compare_greedy(models: Models, prompts: Sequence[Prompt], config: EvalConfig, tick: Tick) -> dict[str, Row]:
     """Each drafter's greedy output against the baseline's, token for token, on models in float32."""
+    # eight at a time: what one row gets does not depend on its batch, and nothing is timed here
+    config = dataclasses.replace(config, concurrency=max(8, config.concurrency))
     base = decode(models, None, prompts, config, Sampling(), None, tick)
     result = {}
     for name, drafter in models.drafters.items():

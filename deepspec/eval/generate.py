@@ -15,9 +15,9 @@ import torch
 from ..checked import InputError
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
-from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, draw, uniforms
+from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, uniforms
 from .schedule import Schedule, verify_all
-from .verify import verify
+from .verify import Verdict, verify
 
 DEFAULT_CONCURRENCY = 16
 
@@ -125,6 +125,10 @@ class _Loop:
         self.max_length = max((len(p) for p in prompts), default=1) + budget + self.slots + 1
         self.waiting = iter(range(len(prompts)))
         self.flight: list[_Request | None] = [None] * rows
+        self.none = torch.zeros(rows, dtype=torch.long, device=self.device)
+        empty = torch.zeros(rows, 0, device=self.device)
+        # the proposal of plain decoding
+        self.nothing = Proposal(empty.long(), empty[..., None].expand(-1, -1, target.vocab.size), empty)
         self.chance = torch.zeros(3, rows, self.max_length + self.slots + 2, dtype=torch.float64, device=self.device)
 
     def _timed(self, part: str) -> contextlib.AbstractContextManager[Any]:
@@ -171,7 +175,7 @@ class _Loop:
                 scored = self.session.score(tokens, counts, last_only=True)
                 last = torch.tensor(counts, device=self.device).sub(1).clamp(min=0)
                 chance = self.chance[TARGET].gather(1, last[:, None])[:, 0]
-                first = draw(self.sampling.probs(scored.logits[:, 0]), chance)
+                first = self.sampling.token(scored.logits[:, 0], chance)
                 self.anchors = torch.where(
                     torch.tensor([n > 0 for n in counts], device=self.device), first, self.anchors
                 )
@@ -193,7 +197,7 @@ class _Loop:
         ahead = start[:, None] + torch.arange(1, G + 1, device=self.device)
         with self._timed("draft"):
             if self.drafter is None:
-                proposal = self._nothing()
+                proposal = self.nothing
             else:
                 proposal = self.drafter.propose(self.state, self.sampling, self.chance[DRAFT].gather(1, ahead))
             admitted = self.schedule(proposal.confidence, active, room)
@@ -201,8 +205,12 @@ class _Loop:
             counts = [n + 1 if here else 0 for n, here in zip(admitted.tolist(), on)]
             tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
             scored = self.session.score(tokens, counts)
-            coins = torch.cat([self.chance[ACCEPT].gather(1, ahead), self.chance[TARGET].gather(1, start[:, None])], 1)
-            verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
+            own = self.chance[TARGET].gather(1, start[:, None])
+            if G:
+                coins = torch.cat([self.chance[ACCEPT].gather(1, ahead), own], 1)
+                verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
+            else:  # nothing to accept: the target's own token
+                verdict = Verdict(self.none, self.sampling.token(scored.logits[:, 0], own[:, 0]))
             following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(
                 1, verdict.accepted[:, None], verdict.next_token[:, None]
             )
@@ -241,8 +249,3 @@ class _Loop:
         request = self.flight[row]
         assert request is not None
         return request
-
-    def _nothing(self) -> Proposal:
-        """The empty proposal of plain decoding."""
-        empty = torch.zeros(self.rows, 0, device=self.device)
-        return Proposal(empty.long(), empty[..., None].expand(-1, -1, self.target.vocab.size), empty)
