@@ -368,8 +368,9 @@ def test_requests_are_yielded_as_they_finish():
 def test_the_callers_modes_are_the_callers():
     """Between two answers and after a broken-off stream the caller is in no inference mode, and gradients flow through
     the same target and drafter: nothing that decoding made is in the way of training."""
-    from deepspec.eval.generate import stream
     from helpers import make_batch
+
+    from deepspec.eval.generate import stream
 
     tgt = deepspec.Target(hf_model("qwen3"))
     drafter = make_drafter("rnn", tgt)

@@ -116,8 +116,8 @@ def test_draw_is_the_exact_inverse_cdf():
 
 
 def test_draw_is_exact_over_a_large_vocabulary():
-    """Of 150,000 equal float32 weights, token floor(150,000 u) is drawn: the running sum is kept in float64, where one in
-    float32 would be tens of tokens off."""
+    """Of 150,000 equal float32 weights, token floor(150,000 u) is drawn: the running sum is kept in float64, where
+    one in float32 would be tens of tokens off."""
     n = 150_000
     u = (torch.arange(0, n, 997, dtype=torch.float64) + 0.5) / n
     weights = torch.full((1, n), 0.1)
