@@ -58,8 +58,8 @@ def convert(value: Any, kind: Any) -> Any:
         return None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value).expanduser()  # no shell expands the ~ of key=~/value
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) <= (kind is bool):
         return value
     raise TypeError

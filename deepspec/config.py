@@ -228,7 +228,7 @@ def _replace(node: Any, changes: list[tuple[list[str], str, str]]) -> Any:
 def parse(text: str, kind: Any, key: str) -> Any:
     """Read `text` as a value of type `kind`; ConfigError names `key`. Text that is no Python literal is a string."""
     if kind in (str, Path):
-        return kind(text)
+        return convert(text, kind)
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType) and str in typing.get_args(kind):  # a revision may be all digits
         return None if text.lower() == "none" else text

@@ -79,6 +79,7 @@ def test_a_file_is_its_config(file):
         ("drafter.confidence_with_markov=False", lambda c: c.drafter.confidence_with_markov, False),
         ("loss.reduce=document", lambda c: c.loss.reduce, "document"),
         ("out=some/where", lambda c: c.out, Path("some/where")),
+        ("out=~/runs/x", lambda c: c.out, Path.home() / "runs" / "x"),
         ("target=123", lambda c: c.target, "123"),
         ("target=a=b", lambda c: c.target, "a=b"),
         ("target_revision=None", lambda c: c.target_revision, None),

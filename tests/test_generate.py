@@ -365,6 +365,53 @@ def test_requests_are_yielded_as_they_finish():
     assert len(set(length)) > 1
 
 
+def test_the_callers_modes_are_the_callers():
+    """Between two answers and after a broken-off stream the caller is in no inference mode, and gradients flow through
+    the same target and drafter: nothing that decoding made is in the way of training."""
+    from helpers import make_batch
+
+    from deepspec.eval.generate import stream
+
+    tgt = deepspec.Target(hf_model("qwen3"))
+    drafter = make_drafter("rnn", tgt)
+    for _ in stream(tgt, drafter, PROMPTS, max_new_tokens=4, concurrency=2):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        loss = deepspec.Objective(drafter, deepspec.LossConfig(tv=1.0, confidence=1.0))(make_batch(tgt))[0]
+        loss.backward()
+        break
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert all(p.grad is not None for p in drafter.parameters())
+    with torch.no_grad():
+        drafter.fc.weight.add_(0.1)  # and weights may change between two runs
+    assert [g.tokens for g in generate(tgt, drafter, PROMPTS, max_new_tokens=4)] == [
+        t[len(p) :][:4] for p, t in zip(PROMPTS, texts(target()))
+    ]
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    """With a prefill of a few tokens a pass, answers and rounds are those of one pass."""
+    from deepspec.modeling import target as target_module
+
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    whole = generate(tgt, drafter, PROMPTS, max_new_tokens=8, concurrency=3)
+    monkeypatch.setattr(target_module, "PREFILL_CHUNK", 5)
+    assert same(whole, generate(tgt, drafter, PROMPTS, max_new_tokens=8, concurrency=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("theirs, own", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_drafter_and_target_of_two_dtypes(kind, theirs, own):
+    """A float32 drafter on a bfloat16 target and the reverse: both decode, laws are float32, greedy output is the
+    target's own where it is float32."""
+    tgt = deepspec.Target(hf_model("qwen3").to(getattr(torch, theirs)))
+    drafter = make_drafter(kind, tgt).to(getattr(torch, own))
+    out = generate(tgt, drafter, PROMPTS, max_new_tokens=6, concurrency=3)
+    if theirs == "float32":
+        assert [g.tokens for g in out] == [t[len(p) :][:6] for p, t in zip(PROMPTS, texts(target()))]
+    assert all(len(g.tokens) == 6 for g in generate(tgt, drafter, PROMPTS, max_new_tokens=6, sampling=HOT))
+
+
 def test_no_prompts_no_answers():
     """An empty list of prompts is an empty list of answers."""
     assert generate(target(), None, []) == []

@@ -115,6 +115,15 @@ def test_draw_is_the_exact_inverse_cdf():
     assert draw(weights.expand(3, -1), bounds).tolist() == [1, 3, 4]
 
 
+def test_draw_is_exact_over_a_large_vocabulary():
+    """Of 150,000 equal float32 weights, token floor(150,000 u) is drawn: the running sum is kept in float64, where
+    one in float32 would be tens of tokens off."""
+    n = 150_000
+    u = (torch.arange(0, n, 997, dtype=torch.float64) + 0.5) / n
+    weights = torch.full((1, n), 0.1)
+    assert draw(weights.expand(len(u), -1), u).tolist() == list(range(0, n, 997))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draw_never_yields_a_weightless_token(dtype):
     """Not at the smallest and largest uniforms there are, with zeros at both ends, for sums far from 1."""
@@ -140,7 +149,7 @@ def test_draw_follows_the_weights():
 
 # -- uniforms ------------------------------------------------------------------------------------------------------
 
-SEEDS = [0, 1, 2, 41, -1, -2, 2**31, 2**32, 2**32 + 1, 2**40 + 5, 2**62 + 3, 2**63 - 1, -(2**63), -(2**63) + 1]
+SEEDS = [0, 1, 2, 41, -1, -2, 2**31, 2**32, 2**32 + 1, 2**33, 2**40 + 5, 2**62 + 3, 2**63 - 1, -(2**63), -(2**63) + 1]
 
 
 def test_uniforms_depend_on_their_key_only():
@@ -148,6 +157,7 @@ def test_uniforms_depend_on_their_key_only():
     seeds, places = torch.tensor(SEEDS), torch.arange(300)
     for stream in STREAMS:
         grid = uniforms(seeds[:, None], places, stream)
+        assert len(grid.unique()) == grid.numel()  # other seeds, other numbers: every bit of the seed counts
         assert grid.dtype == torch.float64 and grid.shape == (len(SEEDS), 300)
         for i, seed in enumerate(SEEDS):
             for j in (0, 1, 77, 299):

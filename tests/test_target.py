@@ -134,6 +134,9 @@ def test_features_of_whole_rows_equal_the_sessions(family):
         torch.testing.assert_close(features, scored.features, **CLOSE)
         torch.testing.assert_close(hidden, scored.hidden, **CLOSE)
         assert not features[0, 8:].any() and not hidden[2, 3:].any()
+    some, _ = target(family).features(padded(rows), [8, 0, 3], LAYERS)
+    assert not some[1].any() and some.shape[1] == 15
+    torch.testing.assert_close(some[2, :3], target(family).features(padded(rows[2:]), [3], LAYERS)[0][0], **CLOSE)
 
 
 @families

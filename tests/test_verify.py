@@ -186,6 +186,7 @@ def test_equal_laws_never_refuse():
 def test_refusal_of_a_token_without_mass_and_of_none_with_it():
     """A token the target gives 0 is refused at every coin; the drafter's own zero cannot divide."""
     assert one([0.0, 1.0], [1.0, 0.0], 0, 2.0**-49, 0.5) == (0, 1)
+    assert one([0.0, 1.0], [0.0, 1.0], 0, 0.5, 0.5) == (0, 1)  # proposed against its own law: refused all the same
     assert one([0.5, 0.5], [0.0, 1.0], 0, 1 - 2.0**-49, 0.5)[0] == 1
 
 
