@@ -15,6 +15,6 @@ config = replace(
         mask_token_id=dspark.drafter.mask_token_id,
         num_anchors=dspark.drafter.num_anchors,
     ),
-    loss=replace(dspark.loss, ce=1.0, tv=0.0, confidence=0.0),
+    loss=replace(dspark.loss, ce=1.0, kl=0.0, tv=0.0, confidence=0.0),
     out=Path("runs/smollm2_135m/dflash"),
 )
