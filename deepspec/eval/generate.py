@@ -211,9 +211,10 @@ class _Loop:
                 verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
             else:  # nothing to accept: the target's own token
                 verdict = Verdict(self.none, self.sampling.token(scored.logits[:, 0], own[:, 0]))
-            following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(
-                1, verdict.accepted[:, None], verdict.next_token[:, None]
-            )
+            following = verdict.next_token[:, None]
+            if G:
+                drafts = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+                following = drafts.scatter(1, verdict.accepted[:, None], following)
             host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
             kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
             self.session.rewind([n + k for n, k in zip(lengths, kept)])

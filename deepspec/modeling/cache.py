@@ -14,6 +14,16 @@ class KVCache:
         self.rows, self.capacity = rows, capacity
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def extend(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [1, K, S, H] of one row from position `start` on, and return all it has by then, as
+        views [1, K, start + S, H]: write and read in one, for the row that is alone."""
+        base, end = row * self.capacity, start + keys.shape[2]
+        found = []
+        for stored, new in zip(self._layers[layer], (keys, values)):
+            stored[base + start : base + end].copy_(new[0].transpose(0, 1))
+            found.append(stored[base : base + end].transpose(0, 1)[None])
+        return found[0], found[1]
+
     def write(self, layer: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, K, H] at flat places where [N] = row * capacity + position."""
         if layer not in self._layers:

@@ -111,20 +111,20 @@ class Target:
     def _run(self, view: _Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Packed tokens [N] -> features [N, L * D] (a copy, no view of a live buffer) and hidden [N, D]."""
         with self._taps(layer_ids) as seen:
-            self._decoder(
+            output = self._decoder(
                 input_ids=tokens[None],
                 position_ids=view.positions[None],
                 attention_mask=view.ignored,
                 use_cache=False,
                 deepspec_pass=view,
             )
-        hidden = seen.pop(-1)[0]
+        hidden = output.last_hidden_state[0]
         features = torch.cat([seen[i][0] for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
         return features, hidden
 
     @contextlib.contextmanager
     def _taps(self, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Forward hooks on the tapped layers and, as -1, on the final norm; gone when the pass is over."""
+        """Forward hooks on the tapped layers; gone when the pass is over."""
         seen: dict[int, Tensor] = {}
 
         def keep(place: int) -> Any:
@@ -133,8 +133,7 @@ class Target:
 
             return hook
 
-        modules = [(i, self._decoder.layers[i]) for i in layer_ids] + [(-1, self._decoder.norm)]
-        handles = [module.register_forward_hook(keep(place)) for place, module in modules]
+        handles = [self._decoder.layers[i].register_forward_hook(keep(i)) for i in layer_ids]
         try:
             yield seen
         finally:
@@ -221,7 +220,9 @@ class _Pass:
         """A 4-D mask stops transformers from making one; our attention does not read it."""
         everyone = len(live) == len(ragged.counts)
         self.alone = torch.tensor(live, device=device) if not everyone else None
-        self.where = None if cache is None else ragged.rows * cache.capacity + self.positions
+        self._solo = (live[0], starts[0]) if cache is not None and len(live) == 1 and not self.fresh else None
+        """The row that is alone, and where it starts: its keys are a plain slice."""
+        self.where = None if cache is None or self._solo else ragged.rows * cache.capacity + self.positions
         # the padded grid of attention holds live rows only
         self.grid = ragged if everyone else Ragged([ragged.counts[b] for b in live], device)
         self._starts = start if everyone else start[live]
@@ -230,6 +231,9 @@ class _Pass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""
+        if self._solo is not None and self.cache is not None:
+            k, v = self.cache.extend(layer, *self._solo, k, v)
+            return attend(q, k, v, self._mask(window), scale).transpose(1, 2)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         grid = self.grid
         if self.cache is not None and self.where is not None:
