@@ -1,6 +1,6 @@
 """Memory and time of the objective against its naive twin, each side in a fresh process.
 
-    python scripts/bench_objective.py [--vocab 151936 --dim 256 --slots 448 --rank 64 --chunk 32]
+    python scripts/bench_objective.py [--vocab 151936 --dim 256 --slots 448 --rank 64 --chunk 64]
 
 Peak memory is VmHWM of the whole process less what it held before the objective ran (interpreter, parameters) and less
 the gradients of parameters; both sides do the same products on the same numbers, and loss and gradients are compared.
@@ -79,7 +79,7 @@ def side(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("vocab", 151936), ("dim", 256), ("slots", 448), ("rank", 64), ("chunk", 32)):
+    for name, default in (("vocab", 151936), ("dim", 256), ("slots", 448), ("rank", 64), ("chunk", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes a side, interleaved; medians are shown")
     parser.add_argument("--side", choices=("ours", "naive"), help=argparse.SUPPRESS)
