@@ -22,7 +22,7 @@ MASK = V - 1
 # -- targets -------------------------------------------------------------------------------------------------------
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 50000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral")

@@ -504,6 +504,18 @@ def test_a_drafter_owns_its_weights_only(kind):
     assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in drafter.parameters()}
 
 
+def test_masks_predict_their_own_position():
+    """Without sample_from_anchor the slots are those of the masks, places 1 and on of the same block; the anchor's own
+    place is no slot."""
+    tgt = target()
+    masks = make_drafter("dflash-masks", tgt)
+    whole = make_drafter("dflash-masks", tgt, sample_from_anchor=True)
+    batch, anchors = make_batch(tgt), torch.tensor([[2, 6], [3, 9]])
+    with torch.no_grad():
+        states = whole.hidden(batch, anchors)
+        assert states.shape[2] == 5 and torch.equal(masks.hidden(batch, anchors), states[:, :, 1:])
+
+
 def test_masks_fill_the_block():
     """The slots after the anchor hold the mask token's embedding: another mask id is another law."""
     tgt = target()

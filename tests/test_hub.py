@@ -181,6 +181,7 @@ def test_the_drafters_block_is_the_targets(family, tmp_path):
     make_drafter("dflash", tgt).save(tmp_path / "d")
     raw = json.loads((tmp_path / "d" / "config.json").read_text())
     assert read_spec(raw) == tgt.spec
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == (50000.0 if family == "llama" else 10000.0)
     if family == "llama":
         assert raw["rope_scaling"]["rope_type"] == "llama3" and raw["rope_scaling"]["factor"] == 4.0
     raw.pop("rope_parameters")

@@ -318,7 +318,7 @@ def test_stop_ids_are_gathered_from_everywhere(saved):
     folder = saved("qwen3")
     config = json.loads((folder / "config.json").read_text())
     for in_config, in_generation, want in (
-        (None, None, ()), (5, None, (5,)), (None, [7, 3], (3, 7)), ([9, 1], 9, (1, 9)), (0, [0, 2], (0, 2)),
+        (None, None, ()), (5, None, (5,)), (None, [7, 3], (3, 7)), ([9, 1], 9, (1, 9)), (0, [2], (0, 2)),
     ):  # fmt: skip
         (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": in_config}))
         generation = {} if in_generation is None else {"eos_token_id": in_generation}
@@ -375,5 +375,5 @@ def test_rotary_of_the_drafter_is_the_targets(family):
     assert spec.kv_heads * spec.head_dim == attention.k_proj.weight.shape[0]
     assert spec.norm_eps == model.model.norm.variance_epsilon and spec.mlp_dim == 48 and spec.max_positions == 256
     if family == "llama":  # llama3 scaling is not nothing
-        plain = hf_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+        plain = hf_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 50000.0})
         assert not torch.equal(rotary.inv_freq, plain.model.rotary_emb.inv_freq)
