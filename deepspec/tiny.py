@@ -32,6 +32,7 @@ from tqdm import tqdm
 from . import cli
 from .cache import cache_dir, whole_dir, writable_dir, write_text
 from .checked import Checked, InputError
+from .eval.stats import distinct_rate
 from .provenance import provenance
 
 if TYPE_CHECKING:
@@ -126,16 +127,6 @@ def ensure(progress: bool = True, recipe: Recipe = RECIPE) -> Path:
             if not (path / "tiny.json").is_file():
                 _build(path, recipe, progress)
     return path
-
-
-def distinct_rate(rows: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Distinct n-grams over all n-grams, within each row of token ids, averaged over the rows that have any."""
-    rates = []
-    for row in rows:
-        grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
-        if grams:
-            rates.append(len(set(grams)) / len(grams))
-    return sum(rates) / len(rates) if rates else 0.0
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

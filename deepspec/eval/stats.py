@@ -122,13 +122,19 @@ def tau_difference(ours: Sequence[Decoded], theirs: Sequence[Decoded], seed: int
 
 
 def distinct_ngrams(generations: Sequence[Decoded], n: int = 4) -> float | None:
-    """Distinct n-grams over all n-grams within each continuation, averaged over those of at least n tokens."""
+    """`distinct_rate` of continuations; None where none has n tokens."""
+    rows = [g.tokens for g in generations if len(g.tokens) >= n]
+    return distinct_rate(rows, n) if rows else None
+
+
+def distinct_rate(rows: Sequence[Sequence[int]], n: int = 4) -> float:
+    """Distinct n-grams over all n-grams, within each row of token ids, averaged over the rows that have any."""
     rates = []
-    for g in generations:
-        grams = [tuple(g.tokens[i : i + n]) for i in range(len(g.tokens) - n + 1)]
+    for row in rows:
+        grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
         if grams:
             rates.append(len(set(grams)) / len(grams))
-    return ratio(sum(rates), len(rates))
+    return sum(rates) / len(rates) if rates else 0.0
 
 
 def repetition_rate(generations: Sequence[Decoded], longest: int = 32, least: int = 16) -> float | None:

@@ -166,11 +166,12 @@ class Session:
                 )
         ragged = Ragged(count_list, tokens.device)
         width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
-        parts = [
-            self._chunk(tokens[:, s : s + width], [min(max(c - s, 0), width) for c in count_list])
-            for s in range(0, S, width)
-        ]
-        features, hidden = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts))
+        if width >= S:
+            features, hidden = self._chunk(tokens, ragged)
+        else:
+            cuts = [(s, [min(max(c - s, 0), width) for c in count_list]) for s in range(0, S, width)]
+            parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
+            features, hidden = (torch.cat(x, 1) for x in zip(*parts))
         if last_only:
             last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
             logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
@@ -180,15 +181,15 @@ class Session:
             logits = ragged.unpack(self.target.vocab.logits(ragged.pack(hidden)), S)
         return Scored(logits, features, hidden)
 
-    def _chunk(self, tokens: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        ragged, S = Ragged(counts, tokens.device), tokens.shape[1]
+    def _chunk(self, tokens: Tensor, ragged: Ragged) -> tuple[Tensor, Tensor]:
+        S = tokens.shape[1]
         if not ragged.total:
             D, L = self.target.vocab.dim, len(self.layer_ids)
             empty = torch.zeros(*tokens.shape, D * (L + 1), device=tokens.device, dtype=self.target.dtype)
             return empty[..., : L * D], empty[..., L * D :]
         view = _Pass(ragged, self.lengths, self._cache)
         features, hidden = self.target._run(view, ragged.pack(tokens), self.layer_ids)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        self.lengths = [length + count for length, count in zip(self.lengths, ragged.counts)]
         return ragged.unpack(features, S), ragged.unpack(hidden, S)
 
     def rewind(self, lengths: Tensor | Sequence[int]) -> None:
