@@ -6,18 +6,21 @@ Letters: B rows, G slots, S scored positions, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from ..checked import InputError
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, uniforms
-from .schedule import Schedule, verify_all
-from .verify import Verdict, verify
+from .schedule import Choosy, Schedule, verify_all
+from .verify import Rule, Verdict
+from .verify import verify as judge
 
 DEFAULT_CONCURRENCY = 16
 
@@ -31,6 +34,10 @@ class Generation:
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """(verified, accepted) drafts a round, trimmed to what was kept; the token drawn from the prefill is in none."""
     finish: Literal["stop", "length"] = "length"
+    confidence: list[list[float]] = field(default_factory=list)
+    """With `record`: the drafter's confidence in each of the G slots, a round; all 0 where nothing was drafted."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time in flight, from before its prefill to its last token."""
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -66,13 +73,18 @@ def stream(
     seed: int = 0,
     seeds: Sequence[int] | None = None,
     concurrency: int | None = None,
+    verify: Rule = "token",
+    draft: Literal["sample", "greedy"] = "sample",
+    record: bool = False,
     clock: Any = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Yield (index of the prompt, Generation) as requests finish; finished rows are refilled with the next request.
 
     drafter None is plain autoregressive decoding: the same loop with empty proposals. Request i draws with seed + i, or
-    with seeds[i]. `concurrency` requests are in flight at once (None: 16). `clock.part(name)` is a context manager that
-    times 'prefill', 'draft' and 'verify'. InputError for prompts the target cannot take.
+    with seeds[i]. `concurrency` requests are in flight at once (None: 16). `verify` is the rule of verification, token
+    by token or the block as a whole. `draft` greedy lets the drafter propose its likeliest tokens (as a law: one-hot)
+    whatever the temperature; both are exact. `record` keeps the confidences. `clock.part(name)` is a context manager
+    that times 'prefill', 'draft' and 'verify'. InputError for prompts the target cannot take.
     """
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
@@ -81,10 +93,15 @@ def stream(
     seed_list = [seed + i for i in range(len(prompts))] if seeds is None else [int(s) for s in seeds]
     if len(seed_list) != len(prompts):
         raise InputError(f"seeds must hold one seed a prompt: {len(prompts)} prompts, {len(seed_list)} seeds")
+    for name, value, known in (("verify", verify, get_args(Rule)), ("draft", draft, ("sample", "greedy"))):
+        if value not in known:
+            raise InputError(f"{name} must be {' or '.join(known)}, got {value!r}")
     _check_prompts(target, prompts, max_new_tokens)
+    sampling = sampling or Sampling()
     loop = _Loop(
-        target, drafter, prompts, seed_list, max_new_tokens, sampling or Sampling(), schedule or verify_all(),
+        target, drafter, prompts, seed_list, max_new_tokens, sampling, schedule or verify_all(),
         frozenset(stop_ids), min(concurrency or DEFAULT_CONCURRENCY, max(1, len(prompts))), clock,
+        verify, sampling if draft == "sample" else Sampling(), record,
     )  # fmt: skip
     return loop.run()
 
@@ -108,6 +125,7 @@ class _Request:
     index: int
     out: Generation
     prompt: Sequence[int]
+    began: float
 
 
 class _Loop:
@@ -116,10 +134,13 @@ class _Loop:
     def __init__(
         self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], seeds: list[int],
         budget: int, sampling: Sampling, schedule: Schedule, stop_ids: frozenset[int], rows: int, clock: Any,
+        rule: Rule, drafting: Sampling, record: bool,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.prompts, self.seeds = target, drafter, prompts, seeds
         self.budget, self.sampling, self.schedule, self.stop_ids = budget, sampling, schedule, stop_ids
         self.rows, self.clock, self.device = rows, clock, target.device
+        self.rule, self.drafting, self.record = rule, drafting, record
+        self.choosy = schedule if isinstance(schedule, Choosy) else None
         self.slots = 0 if drafter is None else drafter.num_slots
         # a round may run past the budget by its drafts; they are trimmed
         self.max_length = max((len(p) for p in prompts), default=1) + budget + self.slots + 1
@@ -152,7 +173,8 @@ class _Loop:
             new = []
             for row in range(self.rows):
                 if self.flight[row] is None and (index := next(self.waiting, None)) is not None:
-                    self.flight[row] = _Request(index, Generation(tokenizer=self.target.tokenizer), self.prompts[index])
+                    out = Generation(tokenizer=self.target.tokenizer)
+                    self.flight[row] = _Request(index, out, self.prompts[index], time.perf_counter())
                     new.append(row)
             if not new:
                 return
@@ -189,26 +211,22 @@ class _Loop:
 
     def _round(self) -> Iterator[tuple[int, Generation]]:
         """Draft, verify and commit once for every row in flight."""
-        B, G, lengths = self.rows, self.slots, self.session.lengths
+        lengths = self.session.lengths
         on = [r is not None for r in self.flight]
         active = torch.tensor(on)
-        room = torch.tensor([self.max_length - n - 1 for n in lengths])
         start = torch.tensor(lengths, device=self.device)
-        ahead = start[:, None] + torch.arange(1, G + 1, device=self.device)
         with self._timed("draft"):
-            if self.drafter is None:
-                proposal = self.nothing
-            else:
-                proposal = self.drafter.propose(self.state, self.sampling, self.chance[DRAFT].gather(1, ahead))
-            admitted = self.schedule(proposal.confidence, active, room)
+            proposal, admitted = self._draft(active, start)
+        G = proposal.tokens.shape[1]
         with self._timed("verify"):
             counts = [n + 1 if here else 0 for n, here in zip(admitted.tolist(), on)]
             tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
             scored = self.session.score(tokens, counts)
             own = self.chance[TARGET].gather(1, start[:, None])
             if G:
-                coins = torch.cat([self.chance[ACCEPT].gather(1, ahead), own], 1)
-                verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
+                coins = torch.cat([self.chance[ACCEPT].gather(1, self._ahead(start)), own], 1)
+                probs = self.sampling.probs(scored.logits)
+                verdict = judge(probs, proposal, admitted.to(self.device), coins, self.rule)
             else:  # nothing to accept: the target's own token
                 verdict = Verdict(self.none, self.sampling.token(scored.logits[:, 0], own[:, 0]))
             following = verdict.next_token[:, None]
@@ -223,9 +241,27 @@ class _Loop:
             with self._timed("draft"):
                 width = max(kept)
                 self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
-        for row in range(B):
+        confidence = proposal.confidence.tolist() if self.record and G else [[0.0] * self.slots] * self.rows
+        for row in range(self.rows):
             if on[row]:
+                if self.record:
+                    self._request(row).out.confidence.append(confidence[row])
                 yield from self._commit(row, host[row][1 : kept[row] + 1], (counts[row] - 1, kept[row] - 1))
+
+    def _ahead(self, start: Tensor) -> Tensor:
+        """[B, G] positions after the anchors at start [B]."""
+        return start[:, None] + torch.arange(1, self.slots + 1, device=self.device)
+
+    def _draft(self, active: Tensor, start: Tensor) -> tuple[Proposal, Tensor]:
+        """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
+        wanted = active if self.choosy is None else self.choosy.wants(active) & active
+        rows = wanted.nonzero()[:, 0].tolist()
+        if self.drafter is None or not rows:
+            return self.nothing, torch.zeros(self.rows, dtype=torch.long)
+        chance = self.chance[DRAFT].gather(1, self._ahead(start))
+        proposal = self.drafter.propose(self.state, self.drafting, chance, rows)
+        room = torch.tensor([self.max_length - n - 1 if w else 0 for n, w in zip(self.session.lengths, wanted)])
+        return proposal, self.schedule(proposal.confidence, active, room)
 
     def _commit(self, row: int, new: list[int], record: tuple[int, int] | None) -> Iterator[tuple[int, Generation]]:
         """Take over new tokens up to a stop id or the budget; yield and free the row when the request is done."""
@@ -240,6 +276,7 @@ class _Loop:
         if record is not None:  # where drafts were trimmed, all that is left of the round was accepted
             out.rounds.append(record if keep == len(new) else (keep, keep))
         if out.finish == "stop" or len(out.tokens) == self.budget:
+            out.seconds = time.perf_counter() - request.began
             self.flight[row] = None
             self.session.reset([row])
             if self.drafter is not None:

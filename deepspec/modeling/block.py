@@ -205,25 +205,26 @@ class BlockDrafter(Drafter):
         state.live = [b for b, n in enumerate(state.lengths) if n]
 
     @torch.no_grad()
-    def propose(self, state: BlockState, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        if len(state.live) == len(state.lengths):
-            return self._draw(self._states(state, None), state.anchors, sampling, uniforms)
-        rows = torch.tensor(state.live, device=state.anchors.device)
-        part = self._draw(self._states(state, rows), state.anchors[rows], sampling, uniforms[rows])
-        B = len(state.lengths)
-        return Proposal(*(x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in vars(part).values()))
+    def propose(
+        self, state: BlockState, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None
+    ) -> Proposal:
+        live = state.live if rows is None else list(rows)
+        if len(live) == len(state.lengths):
+            return self._draw(self._states(state, live, None), state.anchors, sampling, uniforms)
+        at = torch.tensor(live, device=state.anchors.device, dtype=torch.long)
+        part = self._draw(self._states(state, live, at), state.anchors[at], sampling, uniforms[at])
+        return part.spread(at, len(state.lengths))
 
     @abstractmethod
     def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
         """Slot states [B, G, D], anchors [B], uniforms [B, G] -> a proposal."""
 
-    def _states(self, state: BlockState, rows: Tensor | None) -> Tensor:
-        """Slot states [B, G, D] of the block after each anchor; rows [B] names the live ones, None: all."""
+    def _states(self, state: BlockState, live: list[int], rows: Tensor | None) -> Tensor:
+        """Slot states [B, G, D] of the block after the anchor of each of `live`; rows [B] the same, None: all."""
         device, width = state.anchors.device, self.config.block_size
-        live = state.live
         ends = [state.lengths[b] for b in live]
-        longest = max(ends) + width
-        start = torch.tensor(ends, device=device)
+        longest = max(ends, default=0) + width
+        start = torch.tensor(ends, device=device, dtype=torch.long)
         positions = start[:, None] + torch.arange(width, device=device)
         anchors = state.anchors if rows is None else state.anchors[rows]
         x, rotary = self._embed(anchors), self.rotary(positions)
@@ -231,7 +232,7 @@ class BlockDrafter(Drafter):
         where = (numbers[:, None] * state.cache.capacity + positions).flatten()
         window = self.config.sliding_window
         mask = None
-        if min(ends) != max(ends) or (window is not None and longest > window):
+        if len(set(ends)) > 1 or (window is not None and longest > window):
             # a row sees its own context, no farther back than the window, and its block; not what lies beyond
             key = torch.arange(longest, device=device)
             own = (key < positions[:, -1:] + 1)[:, None]

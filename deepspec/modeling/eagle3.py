@@ -344,11 +344,13 @@ class Eagle3(Drafter):
         state.live = [b for b, n in enumerate(state.lengths) if n]
 
     @torch.no_grad()
-    def propose(self, state: Eagle3State, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        layer, live, B = self._layer, state.live, len(state.lengths)
-        rows = torch.tensor(live, device=uniforms.device, dtype=torch.long)
+    def propose(
+        self, state: Eagle3State, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None
+    ) -> Proposal:
+        layer, live, B = self._layer, state.live if rows is None else list(rows), len(state.lengths)
+        at = torch.tensor(live, device=uniforms.device, dtype=torch.long)
         start = torch.tensor([state.lengths[b] for b in live], device=uniforms.device, dtype=torch.long)
-        x = state.hidden[rows]
+        x = state.hidden[at]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
         for g in range(self.num_slots):
@@ -356,16 +358,15 @@ class Eagle3(Drafter):
                 position = start + g - 1
                 inputs, x = self._inputs(x, drawn[-1])
                 rotary = self.rotary(position)
-                where = rows * state.cache.capacity + position
+                where = at * state.cache.capacity + position
                 state.cache.write(0, where, *layer.self_attn.kv(inputs, rotary))
                 x = self._recur(layer.finish(x, self._look(state, layer.self_attn.q(inputs, rotary), live, g)))
-            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[rows, g]))
+            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[at, g]))
             drawn.append(token)
             laws.append(law)
-        tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
-        if len(live) < B:
-            tokens, probs = (x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in (tokens, probs))
-        return Proposal(tokens, probs, certain(tokens).sigmoid())
+        tokens = torch.stack(drawn, 1)
+        part = Proposal(tokens, torch.stack(laws, 1), certain(tokens).sigmoid())
+        return part if len(live) == B else part.spread(at, B)
 
     def _look(self, state: Eagle3State, q: Tensor, rows: list[int], ahead: int) -> Tensor:
         """Queries [N, Q, H], one for each of `rows`, over the first length + ahead places of its row -> [N, Q, H]."""

@@ -174,7 +174,8 @@ class Session:
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
         if last_only:
             last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
-            logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
+            newest = hidden[torch.arange(B, device=tokens.device), last] if S else hidden.new_zeros(B, hidden.shape[-1])
+            logits = self.target.vocab.logits(newest)[:, None]
         elif ragged.full:
             logits = self.target.vocab.logits(hidden)
         else:
