@@ -171,7 +171,7 @@ def test_a_length_that_looks_ahead_breaks_the_law(rule):
 def test_of_one_hot_laws_both_rules_keep_the_agreeing_prefix():
     """At temperature 0 there is one answer: the longest agreeing prefix, then the target's token, whatever the coin."""
     g = torch.Generator().manual_seed(3)
-    B, S, n = 64, 4, 3
+    B, S, n = 256, 4, 2
     own, drafted = (torch.randint(0, n, (B, S + k), generator=g) for k in (1, 0))
     p, q = (torch.nn.functional.one_hot(x, n).float() for x in (own, drafted))
     u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)

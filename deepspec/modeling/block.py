@@ -19,6 +19,7 @@ from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list
 from .drafter import Batch, Drafter, DrafterConfig, Proposal
 from .layers import Block, Rotary, spec_norm
+from .packed import pack
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -176,6 +177,7 @@ class BlockDrafter(Drafter):
 
     def new_state(self, rows: int, max_length: int) -> BlockState:
         device = self.fc.weight.device
+        pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them
         cache = KVCache(rows, max_length + self.config.block_size)
         return BlockState(cache, [0] * rows, torch.zeros(rows, dtype=torch.long, device=device))

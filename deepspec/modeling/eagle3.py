@@ -24,6 +24,7 @@ from .cache import KVCache, Ragged, as_list
 from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
 from .layers import Block, RMSNorm, Rotary, spec_norm
+from .packed import pack
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -310,6 +311,7 @@ class Eagle3(Drafter):
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def new_state(self, rows: int, max_length: int) -> Eagle3State:
+        pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them
         cache = KVCache(rows, max_length + self.num_slots)
         return Eagle3State(cache, [0] * rows, self.fc.weight.new_zeros(rows, self.spec.dim))

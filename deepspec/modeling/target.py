@@ -23,6 +23,7 @@ from .attention import attend
 from .cache import KVCache, Ragged, as_list
 from .families import Family, read_family
 from .loading import load_model, load_tokenizer, stop_ids
+from .packed import pack
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -58,6 +59,7 @@ class Target:
             embed_scale=family.embed_scale,
         )
         self._decoder = model.get_decoder()
+        pack(self._decoder)
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
