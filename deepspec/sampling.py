@@ -74,6 +74,14 @@ class Sampling(Checked):
         probs = self.probs(logits)
         return draw(probs, uniform), probs
 
+    def fill(self, law: Tensor, logits: Tensor, uniform: Tensor) -> Tensor:
+        """`draw` that leaves the law in `law` [..., V], which holds zeros; returns the tokens [...]."""
+        if self.temperature == 0:
+            tokens = likeliest(logits)
+            law.scatter_(-1, tokens[..., None], 1.0)
+            return tokens
+        return draw(law.copy_(self.probs(logits)), uniform)
+
 
 def one_hot(tokens: Tensor, size: int) -> Tensor:
     """The law that is certain of tokens [...]: [..., size] float32."""

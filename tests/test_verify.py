@@ -11,6 +11,7 @@ from helpers import chi_square_p, drafter_config, exact_law, hf_model, randomize
 
 import deepspec
 from deepspec import Proposal, Sampling, Target, verify
+from deepspec.eval.verify import agree
 
 V, G = 3, 3
 
@@ -169,19 +170,25 @@ def test_a_length_that_looks_ahead_breaks_the_law(rule):
 
 
 def test_of_one_hot_laws_both_rules_keep_the_agreeing_prefix():
-    """At temperature 0 there is one answer: the longest agreeing prefix, then the target's token, whatever the coin."""
+    """At temperature 0 there is one answer: the longest agreeing prefix, then the target's token, whatever the coin;
+    `agree` finds it without laws."""
     g = torch.Generator().manual_seed(3)
     B, S, n = 256, 4, 2
     own, drafted = (torch.randint(0, n, (B, S + k), generator=g) for k in (1, 0))
     p, q = (torch.nn.functional.one_hot(x, n).float() for x in (own, drafted))
     u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)
     lengths = torch.randint(0, S + 1, (B,), generator=g)
-    agree = ((own[:, :S] == drafted) & (torch.arange(S) < lengths[:, None])).cumprod(1).sum(1)
-    assert set(agree.tolist()) == set(range(S + 1))
+    kept = ((own[:, :S] == drafted) & (torch.arange(S) < lengths[:, None])).cumprod(1).sum(1)
+    assert set(kept.tolist()) == set(range(S + 1))
     for rule in RULES:
         verdict = verify(p, Proposal(drafted, q, torch.ones(B, S)), lengths, u, rule)
-        assert torch.equal(verdict.accepted, agree)
-        assert torch.equal(verdict.next_token, own.gather(1, agree[:, None])[:, 0])
+        assert torch.equal(verdict.accepted, kept)
+        assert torch.equal(verdict.next_token, own.gather(1, kept[:, None])[:, 0])
+        spread = torch.rand(B, S, n, generator=g).softmax(-1)  # of a drafter that is not certain, too
+        assert torch.equal(verify(p, Proposal(drafted, spread, torch.ones(B, S)), lengths, u, rule).accepted, kept)
+    verdict = agree(own, drafted, lengths)
+    assert torch.equal(verdict.accepted, kept)
+    assert torch.equal(verdict.next_token, own.gather(1, kept[:, None])[:, 0])
 
 
 def appendix(length_of) -> torch.Tensor:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError
+from ..modeling.cache import on_device
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
-from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, uniforms
+from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, uniforms
 from .schedule import Choosy, Schedule, verify_all
-from .verify import Rule, Verdict
+from .verify import Rule, Verdict, agree
 from .verify import verify as judge
 
 DEFAULT_CONCURRENCY = 16
@@ -146,7 +147,6 @@ class _Loop:
         self.max_length = max((len(p) for p in prompts), default=1) + budget + self.slots + 1
         self.waiting = iter(range(len(prompts)))
         self.flight: list[_Request | None] = [None] * rows
-        self.none = torch.zeros(rows, dtype=torch.long, device=self.device)
         empty = torch.zeros(rows, 0, device=self.device)
         # the proposal of plain decoding
         self.nothing = Proposal(empty.long(), empty[..., None].expand(-1, -1, target.vocab.size), empty)
@@ -180,27 +180,20 @@ class _Loop:
                 return
             counts = [len(r.prompt) if r is not None and row in new else 0 for row, r in enumerate(self.flight)]
             width = max(counts)
-            tokens = torch.tensor(
-                [
-                    [*r.prompt, *[0] * (width - n)] if n and r is not None else [0] * width
-                    for n, r in zip(counts, self.flight)
-                ],
-                device=self.device,
-            )
+            flat = [[*r.prompt, *[0] * (width - n)] if n and r else [0] * width for n, r in zip(counts, self.flight)]
+            tokens = on_device([token for row in flat for token in row], self.device).view(self.rows, width)
             place = torch.arange(self.chance.shape[2], device=self.device)
-            at = torch.tensor(new, device=self.device)
-            seeds = torch.tensor([self.seeds[self._request(row).index] for row in new], device=self.device)[:, None]
+            at = on_device(new, self.device)
+            seeds = on_device([self.seeds[self._request(row).index] for row in new], self.device)[:, None]
             for s in (DRAFT, ACCEPT, TARGET):
                 self.chance[s, at] = uniforms(seeds, place, s)
             with self._timed("prefill"):
                 self.session.reset(new)
                 scored = self.session.score(tokens, counts, last_only=True)
-                last = torch.tensor(counts, device=self.device).sub(1).clamp(min=0)
+                last = on_device(counts, self.device).sub(1).clamp(min=0)
                 chance = self.chance[TARGET].gather(1, last[:, None])[:, 0]
                 first = self.sampling.token(scored.logits[:, 0], chance)
-                self.anchors = torch.where(
-                    torch.tensor([n > 0 for n in counts], device=self.device), first, self.anchors
-                )
+                self.anchors = torch.where(on_device(counts, self.device) > 0, first, self.anchors)
                 if self.drafter is not None:
                     self.drafter.reset_rows(self.state, new)
                     following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, last[:, None], first[:, None])
@@ -214,21 +207,16 @@ class _Loop:
         lengths = self.session.lengths
         on = [r is not None for r in self.flight]
         active = torch.tensor(on)
-        start = torch.tensor(lengths, device=self.device)
+        start = on_device(lengths, self.device)
         with self._timed("draft"):
             proposal, admitted = self._draft(active, start)
         G = proposal.tokens.shape[1]
         with self._timed("verify"):
-            counts = [n + 1 if here else 0 for n, here in zip(admitted.tolist(), on)]
+            drafts = admitted.tolist()
+            counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
             tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
             scored = self.session.score(tokens, counts)
-            own = self.chance[TARGET].gather(1, start[:, None])
-            if G:
-                coins = torch.cat([self.chance[ACCEPT].gather(1, self._ahead(start)), own], 1)
-                probs = self.sampling.probs(scored.logits)
-                verdict = judge(probs, proposal, admitted.to(self.device), coins, self.rule)
-            else:  # nothing to accept: the target's own token
-                verdict = Verdict(self.none, self.sampling.token(scored.logits[:, 0], own[:, 0]))
+            verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), start)
             following = verdict.next_token[:, None]
             if G:
                 drafts = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
@@ -236,7 +224,7 @@ class _Loop:
             host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
             kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
             self.session.rewind([n + k for n, k in zip(lengths, kept)])
-            self.anchors = torch.where(active.to(self.device), verdict.next_token, self.anchors)
+            self.anchors = torch.where(on_device(on, self.device) > 0, verdict.next_token, self.anchors)
         if self.drafter is not None:
             with self._timed("draft"):
                 width = max(kept)
@@ -247,6 +235,14 @@ class _Loop:
                 if self.record:
                     self._request(row).out.confidence.append(confidence[row])
                 yield from self._commit(row, host[row][1 : kept[row] + 1], (counts[row] - 1, kept[row] - 1))
+
+    def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, start: Tensor) -> Verdict:
+        """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], anchors at start [B]."""
+        if self.sampling.temperature == 0:
+            return agree(likeliest(logits), proposal.tokens, lengths)
+        own = self.chance[TARGET].gather(1, start[:, None])
+        coins = torch.cat([self.chance[ACCEPT].gather(1, self._ahead(start)), own], 1)
+        return judge(self.sampling.probs(logits), proposal, lengths, coins, self.rule)
 
     def _ahead(self, start: Tensor) -> Tensor:
         """[B, G] positions after the anchors at start [B]."""

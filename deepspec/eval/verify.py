@@ -59,6 +59,15 @@ def verify(
     return Verdict(accepted, draw(torch.where(refused[:, None], residual, own), uniforms[:, -1]))
 
 
+def agree(own: Tensor, drafted: Tensor, lengths: Tensor) -> Verdict:
+    """`verify` at temperature 0, where the target is certain of own [B, S]: keep of the first lengths[b] drafted tokens
+    [B, G] what agrees up to the first that does not. Both rules say so, whatever the drafter's law and the coins."""
+    n = min(drafted.shape[1], own.shape[1] - 1)
+    same = (own[:, :n] == drafted[:, :n]) & (torch.arange(n, device=own.device) < lengths[:, None])
+    accepted = same.cumprod(-1).sum(-1)
+    return Verdict(accepted, own.gather(1, accepted[:, None])[:, 0])
+
+
 def _weights(p: Tensor, q: Tensor) -> Tensor:
     """w [B, n + 1], the chance that the first i drafted tokens stand: w_0 = 1, w_i = min(1, w_{i-1} p_i / q_i).
     p, q [B, n]: what target and drafter give the drafted tokens."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..checked import require
 from ..sampling import Sampling
 from .attention import attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
 from .layers import Block, RMSNorm, Rotary, spec_norm
@@ -325,7 +325,7 @@ class Eagle3(Drafter):
         if not ragged.total:
             return
         layer = self._layer
-        positions = torch.tensor(state.lengths, device=device)[ragged.rows] + ragged.columns
+        positions = on_device(state.lengths, device)[ragged.rows] + ragged.columns
         inputs, residual = self._inputs(self._project(ragged.pack(features)), ragged.pack(next_tokens))
         where = ragged.rows * state.cache.capacity + positions
         rotary = self.rotary(positions)
@@ -333,8 +333,8 @@ class Eagle3(Drafter):
         state.lengths = [n + c for n, c in zip(state.lengths, count_list)]
         state.live = [b for b, n in enumerate(state.lengths) if n]
         # only each row's last position is ever asked for its state
-        live = torch.tensor(ragged.live, device=device)
-        last = torch.tensor([count_list[b] for b in ragged.live], device=device).cumsum(0) - 1
+        live = on_device(ragged.live, device)
+        last = on_device([count_list[b] for b in ragged.live], device).cumsum(0) - 1
         q = layer.self_attn.q(inputs[last], (rotary[0][last], rotary[1][last]))
         seen = self._look(state, q, ragged.live, 0)
         x = self._recur(layer.finish(residual[last], seen)).to(state.hidden.dtype)
@@ -350,8 +350,8 @@ class Eagle3(Drafter):
         self, state: Eagle3State, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None
     ) -> Proposal:
         layer, live, B = self._layer, state.live if rows is None else list(rows), len(state.lengths)
-        at = torch.tensor(live, device=uniforms.device, dtype=torch.long)
-        start = torch.tensor([state.lengths[b] for b in live], device=uniforms.device, dtype=torch.long)
+        at = on_device(live, uniforms.device)
+        start = on_device([state.lengths[b] for b in live], uniforms.device)
         x = state.hidden[at]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
@@ -375,9 +375,9 @@ class Eagle3(Drafter):
         ends = [state.lengths[b] + ahead for b in rows]
         longest, device = max(ends, default=0), q.device
         everyone = len(rows) == len(state.lengths)
-        keys, values = state.cache.read(0, longest, None if everyone else torch.tensor(rows, device=device))
+        keys, values = state.cache.read(0, longest, None if everyone else on_device(rows, device))
         mask = None
         if min(ends, default=0) != longest:
-            mask = torch.arange(longest, device=device) < torch.tensor(ends, device=device)[:, None]
+            mask = torch.arange(longest, device=device) < on_device(ends, device)[:, None]
             mask = mask[:, None, None]
         return attend(q[:, :, None], keys, values, mask, self._layer.self_attn.scale)[:, :, 0]
