@@ -51,6 +51,42 @@ def test_a_request_is_the_same_in_any_batch(kind, temperature, schedule):
     assert temperature == 0 or len({len(g.tokens) for g in alone}) > 2
 
 
+@pytest.mark.parametrize(
+    "kind, how",
+    [
+        ("vanilla", dict(sampling=Sampling())),
+        ("rnn", dict(sampling=HOT, verify="block")),
+        pytest.param("vanilla", dict(sampling=HOT), marks=pytest.mark.slow),
+        pytest.param(
+            "dflash", dict(sampling=Sampling(temperature=0.8, top_k=9), draft="greedy"), marks=pytest.mark.slow
+        ),
+        pytest.param(None, dict(sampling=HOT), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_fifty_requests_alone_and_in_a_batch_with_refill(kind, how):
+    """50 requests of many lengths and budgets, each in a run of its own, equal the same in a batch of 8 with refill, in
+    any order: tokens, rounds, finish."""
+    tgt = target()
+    drafter = make_drafter(kind, tgt) if kind else None
+    g = torch.Generator().manual_seed(9)
+    prompts = [torch.randint(0, V - 1, (1 + 5 * i % 23,), generator=g).tolist() for i in range(50)]
+    budgets = [1 + 7 * i % 19 for i in range(50)]
+    schedule = SCHEDULES["threshold" if kind == "rnn" else "all"]
+    settings = dict(stop_ids=range(0, V, 13), **how)
+    alone = [
+        generate(tgt, drafter, [p], max_new_tokens=n, seed=100 + i, schedule=schedule(), **settings)[0]
+        for i, (p, n) in enumerate(zip(prompts, budgets))
+    ]
+    order = torch.randperm(50, generator=g).tolist()
+    batch = generate(
+        tgt, drafter, [prompts[i] for i in order], max_new_tokens=[budgets[i] for i in order],
+        seeds=[100 + i for i in order], schedule=schedule(), concurrency=8, **settings,
+    )  # fmt: skip
+    assert same([alone[i] for i in order], batch)
+    assert {g.finish for g in batch} == {"stop", "length"} and len({len(g.tokens) for g in batch}) > 9
+
+
 def test_seeds_belong_to_requests():
     """Request i draws with seed + i or seeds[i]: the order of requests and their neighbours do not matter, equal seeds
     give equal answers, other seeds others; at temperature 0 the seed does not matter."""
@@ -552,6 +588,8 @@ def test_text_needs_a_tokenizer():
         ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
         ([[1]], dict(concurrency=0), "concurrency"),
         ([[1]], dict(seeds=[1, 2]), "1 prompts, 2 seeds"),
+        ([[1]], dict(max_new_tokens=[1, 2]), "1 prompts, 2 max_new_tokens"),
+        ([[1], [2]], dict(max_new_tokens=[1, 0]), "got 0 for prompt 1"),
         ([[1]], dict(verify="tree"), "verify must be token or block"),
         ([[1]], dict(draft="best"), "draft must be sample or greedy"),
     ],
