@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..cache import tentative, whole_dir, writable_dir
 from ..config import Config, as_dict
-from ..data.loader import Loader, collate, load_rows
+from ..data.batches import Picked, make_batch
+from ..data.training import training_data
 from ..hub.native import write_drafter
 from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
@@ -85,12 +86,13 @@ class _Run:
         config.drafter.check_target(
             num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
         )
-        self.rows, self.dropped = load_rows(config.data.path, tokenizer, stops, config.data, text.vocab_size)
-        self.loader = Loader(self.rows, train.batch_size, config.seed)
+        self.data = training_data(config, tokenizer, stops, text.vocab_size)
+        self.loader = self.data.loader()
         self.total = min(train.max_steps or 1 << 62, self.loader.steps(train.epochs))
         self.target = Target.load(
             config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision
         )
+        self.features = self.data.source(self.target)
         self.drafter = build_drafter(config, self.target)
         self.copied = init.warm_start(self.drafter, self.target, train.init)
         self.objective = Objective(self.drafter, config.loss)
@@ -123,6 +125,7 @@ class _Run:
                 report = self._step(step)
                 last = report.step == self.total
                 if report.step % train.log_every == 0 or last:
+                    self.features.check(self.config.data.max_refused)
                     log.write(json.dumps(_row(report)) + "\n")
                     log.flush()
                 if report.step % train.save_every == 0 or last:
@@ -170,16 +173,15 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(step + 1, self.total, lr, tokens, time.perf_counter() - began, norm, self.drafter, sums)
 
-    def _batch(self, part: list[tuple[int, Any]], first: int) -> tuple[Batch, Tensor, int]:
-        """A micro-batch with live features, its anchor seeds, its number of tokens. `first`: rows served before it."""
+    def _batch(self, part: list[Picked], first: int) -> tuple[Batch, Tensor, int]:
+        """A micro-batch, its anchor seeds, its number of tokens. `first`: sequences served before it."""
         device = self.target.device
-        tokens, loss_mask, lengths, index = collate(part)
-        tokens, loss_mask = tokens.to(device), loss_mask.to(device)
-        features, hidden = self.target.features(tokens, lengths, self.config.drafter.target_layer_ids)
-        index = index.to(device)
-        epoch = torch.tensor([(first + j) // len(self.rows) for j in range(len(part))], device=device)
-        seeds = (epoch << 40) + (index << 8) + (self.config.seed & 0xFF)
-        return Batch(tokens, loss_mask, features, hidden, sample=index), seeds, sum(lengths)
+        batch = make_batch(self.data.rows, part, self.features, device)
+        assert batch.sample is not None
+        n = len(self.data.sequences)
+        epoch = torch.tensor([(first + j) // n for j in range(len(part))], device=device)
+        seeds = (epoch << 40) + (batch.sample << 8) + (self.config.seed & 0xFF)
+        return batch, seeds, int(self.data.rows.lengths[[i for _, members in part for i in members]].sum())
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.train.precision == "fp32":
@@ -208,7 +210,7 @@ class _Run:
             },
             "settings": self.settings,
             "init": self.copied,
-            "data": {"rows": len(self.rows), "dropped": dict(self.dropped), "manifests": manifests},
+            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests},
             "versions": provenance(),
         }
 
