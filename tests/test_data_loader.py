@@ -8,7 +8,7 @@ import torch
 
 from deepspec.checked import InputError
 from deepspec.config import DataConfig
-from deepspec.data.batches import make_batch
+from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
 from deepspec.data.features import Features
 from deepspec.data.loader import Loader, load_rows, sequences
@@ -183,7 +183,7 @@ def zeros(index, made, usable=None):
 
 def test_a_batch_pads_right_and_unsupervised():
     made = flat(3, 1)
-    batch = make_batch(made, [(5, (0,)), (2, (1,))], lambda index: zeros(index, made), torch.device("cpu"))
+    batch = Batches(made, lambda index: zeros(index, made), torch.device("cpu")).batch([(5, (0,)), (2, (1,))])
     assert torch.equal(batch.tokens, torch.tensor([[0, 1, 2], [100, 0, 0]]))
     assert torch.equal(batch.loss_mask, torch.tensor([[False, True, True], [False, False, False]]))
     assert torch.equal(batch.features[..., 0], torch.tensor([[0.0, 1, 2], [3, 0, 0]]))
@@ -195,7 +195,7 @@ def test_a_packed_batch_keeps_its_rows_apart():
     """Positions start anew in each row, and a row that is not usable supervises nothing."""
     made = flat(3, 2, 4, 1)
     source = lambda index: zeros(index, made, torch.tensor([True, False, True, True]))  # noqa: E731
-    batch = make_batch(made, [(0, (2, 1)), (1, (3, 0))], source, torch.device("cpu"))
+    batch = Batches(made, source, torch.device("cpu")).batch([(0, (2, 1)), (1, (3, 0))])
     assert batch.tokens.tolist() == [[200, 201, 202, 203, 100, 101], [300, 0, 1, 2, 0, 0]]
     assert batch.document.tolist() == [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, -1, -1]]
     assert batch.position.tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0]]

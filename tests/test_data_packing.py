@@ -8,7 +8,7 @@ import torch
 from helpers import MASK, V, make_drafter, target
 
 from deepspec import Eagle3Config, LossConfig, Objective
-from deepspec.data.batches import make_batch
+from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
 from deepspec.data.features import Live
 from deepspec.data.rows import Rows
@@ -37,7 +37,7 @@ def drafter_of(kind, tgt, **changes):
 def learn(drafter, source, rows, picked, reduce):
     """Mean loss, metrics and gradients of a batch in which every possible anchor is taken. Flex attention has no
     backward on a CPU: there no gradients."""
-    batch = make_batch(rows, picked, source, CPU)
+    batch = Batches(rows, source, CPU).batch(picked)
     confidence = 1.0 if drafter.has_confidence else 0.0
     config = LossConfig(ce=0.3, kl=0.5, tv=0.7, confidence=confidence, slot_decay=0.8, reduce=reduce, chunk=16)
     drafter.zero_grad()
@@ -82,7 +82,7 @@ def test_no_block_sees_or_crosses_a_border(backend):
     drafter = make_drafter("vanilla", tgt, num_anchors=32)
     drafter.attention = backend
     drafter.requires_grad_(False)
-    batch = make_batch(rows, [(0, (1, 2))], Live(tgt, (0, 2), rows), CPU)
+    batch = Batches(rows, Live(tgt, (0, 2), rows), CPU).batch([(0, (1, 2))])
     border = LENGTHS[1]
     anchors, real = drafter.anchors(batch, torch.zeros(1, dtype=torch.long))
     assert border - 1 not in anchors[real] and (anchors[real] >= border).any()

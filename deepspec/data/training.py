@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..config import Config
 from ..modeling.target import Target
-from .features import FeatureSource, Live
+from .batches import Batches
+from .features import Live
 from .loader import Loader, load_rows, sequences
 from .prompts import TokenizerSource
 from .rows import Rows
@@ -27,9 +28,10 @@ class TrainingData:
     def loader(self) -> Loader:
         return Loader(self.sequences, self.config.train.batch_size, self.config.seed)
 
-    def source(self, target: Target) -> FeatureSource:
-        """Where the features of these rows come from."""
-        return Live(target, self.config.drafter.target_layer_ids, self.rows)
+    def batches(self, target: Target) -> Batches:
+        """Makes the micro-batches of these rows."""
+        source = Live(target, self.config.drafter.target_layer_ids, self.rows)
+        return Batches(self.rows, source, target.device)
 
 
 def training_data(

@@ -99,7 +99,7 @@ class Target:
     def packed_features(
         self, tokens: Tensor, counts: Sequence[int], target_layer_ids: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The same of sequences that follow each other without padding: tokens [N], counts[b] of each -> features
+        """`features` of sequences that follow each other without padding: tokens [N], counts[b] of each -> features
         [N, L * D] and hidden [N, D]."""
         self._check_layers(target_layer_ids)
         view = _Pass(Ragged(list(counts), tokens.device), [0] * len(counts), None)
