@@ -17,7 +17,7 @@ from torch import Tensor
 from ..modeling.cache import on_device
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
-from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, uniforms
+from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
 from .schedule import Choosy, Schedule
 from .verify import Rule, Verdict, agree, verify
 
@@ -96,8 +96,13 @@ class Loop:
         empty = torch.zeros(self.rows, 0, device=self.device)
         # the proposal of plain decoding
         self.nothing = Proposal(empty.long(), empty[..., None].expand(-1, -1, target.vocab.size), empty)
-        places = self.max_length + self.slots + 2
-        self.chance = torch.zeros(3, self.rows, places, dtype=torch.float64, device=self.device)
+        self.every = torch.arange(self.rows, device=self.device)
+        streams = [torch.tensor([TARGET]), slot_streams(DRAFT, self.slots), slot_streams(ACCEPT, self.slots)]
+        self.streams = torch.cat(streams).to(self.device)
+        places = self.max_length + 1
+        self.chance = torch.zeros(self.rows, places, len(self.streams), dtype=torch.float64, device=self.device)
+        """Every uniform a row can need, by the place of the anchor: the target's own token, then a draft and a coin a
+        slot."""
 
     def _timed(self, part: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.settings.clock is None else self.settings.clock.part(part)
@@ -129,17 +134,15 @@ class Loop:
             width = max(counts)
             flat = [[*r.prompt, *[0] * (width - n)] if n and r else [0] * width for n, r in zip(counts, self.flight)]
             tokens = on_device([token for row in flat for token in row], self.device).view(self.rows, width)
-            place = torch.arange(self.chance.shape[2], device=self.device)
+            place = torch.arange(self.chance.shape[1], device=self.device)
             at = on_device(new, self.device)
-            seeds = on_device([self._request(row).seed for row in new], self.device)[:, None]
-            for s in (DRAFT, ACCEPT, TARGET):
-                self.chance[s, at] = uniforms(seeds, place, s)
+            seeds = on_device([self._request(row).seed for row in new], self.device)
+            self.chance[at] = uniforms(seeds[:, None, None], place[:, None], self.streams)
             with self._timed("prefill"):
                 self.session.reset(new)
                 scored = self.session.score(tokens, counts, last_only=True)
                 last = on_device(counts, self.device).sub(1).clamp(min=0)
-                chance = self.chance[TARGET].gather(1, last[:, None])[:, 0]
-                first = self.sampling.token(scored.logits[:, 0], chance)
+                first = self.sampling.token(scored.logits[:, 0], self.chance[self.every, last, 0])
                 self.anchors = torch.where(on_device(counts, self.device) > 0, first, self.anchors)
                 if self.drafter is not None:
                     self.drafter.reset_rows(self.state, new)
@@ -154,20 +157,20 @@ class Loop:
         lengths = self.session.lengths
         on = [r is not None for r in self.flight]
         active = torch.tensor(on)
-        start = on_device(lengths, self.device)
+        chance = self.chance[self.every, on_device(lengths, self.device)]
         with self._timed("draft"):
-            proposal, admitted = self._draft(active, start)
+            proposal, admitted = self._draft(active, chance[:, 1 : self.slots + 1])
         G = proposal.tokens.shape[1]
         with self._timed("verify"):
             drafts = admitted.tolist()
             counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
             tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
             scored = self.session.score(tokens, counts)
-            verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), start)
+            verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), chance)
             following = verdict.next_token[:, None]
             if G:
-                drafts = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-                following = drafts.scatter(1, verdict.accepted[:, None], following)
+                shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+                following = shifted.scatter(1, verdict.accepted[:, None], following)
             host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
             kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
             self.session.rewind([n + k for n, k in zip(lengths, kept)])
@@ -183,25 +186,19 @@ class Loop:
                     self._request(row).out.confidence.append(confidence[row])
                 yield from self._commit(row, host[row][1 : kept[row] + 1], (counts[row] - 1, kept[row] - 1))
 
-    def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, start: Tensor) -> Verdict:
-        """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], anchors at start [B]."""
+    def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, chance: Tensor) -> Verdict:
+        """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], the anchors' chance."""
         if self.sampling.temperature == 0:
             return agree(likeliest(logits), proposal.tokens, lengths)
-        own = self.chance[TARGET].gather(1, start[:, None])
-        coins = torch.cat([self.chance[ACCEPT].gather(1, self._ahead(start)), own], 1)
+        coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
         return verify(self.sampling.probs(logits), proposal, lengths, coins, self.settings.rule)
 
-    def _ahead(self, start: Tensor) -> Tensor:
-        """[B, G] positions after the anchors at start [B]."""
-        return start[:, None] + torch.arange(1, self.slots + 1, device=self.device)
-
-    def _draft(self, active: Tensor, start: Tensor) -> tuple[Proposal, Tensor]:
+    def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, Tensor]:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
         wanted = active if self.choosy is None else self.choosy.wants(active) & active
         rows = wanted.nonzero()[:, 0].tolist()
         if self.drafter is None or not rows:
             return self.nothing, torch.zeros(self.rows, dtype=torch.long)
-        chance = self.chance[DRAFT].gather(1, self._ahead(start))
         proposal = self.drafter.propose(self.state, self.settings.drafting, chance, rows)
         room = torch.tensor([self.max_length - n - 1 if w else 0 for n, w in zip(self.session.lengths, wanted)])
         return proposal, self.settings.schedule(proposal.confidence, active, room)
