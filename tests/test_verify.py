@@ -326,7 +326,7 @@ def small():
         (None, "all", {}),
         ("vanilla", "all", {"verify": "block"}),
         ("rnn", "threshold", {"verify": "block"}),
-        ("vanilla", "all", {"draft": "greedy"}),
+        ("dflash", "all", {"draft": "greedy"}),
         ("dflash", "all", {"draft": "greedy", "verify": "block"}),
     ],
     ids=str,
