@@ -244,8 +244,11 @@ class _Pass:
         if self.cache is not None and self.where is not None:
             self.cache.write(layer, self.where, k, v)
         if self.fresh and self._apart and (window is None or grid.width <= window):
-            rows = (attend(*(x.narrow(2, *cut) for x in packed), None, scale, causal=True) for cut in self._cuts)
-            return torch.cat([row.transpose(1, 2) for row in rows], 1)
+            seen = []
+            for start, count in self._cuts:
+                own = [x.narrow(2, start, count) for x in packed]
+                seen.append(attend(own[0], own[1], own[2], None, scale, causal=True).transpose(1, 2))
+            return torch.cat(seen, 1)
         padded = grid.unpack(q).transpose(1, 2)
         if self.fresh:
             k, v = (grid.unpack(x).transpose(1, 2) for x in (k, v))
