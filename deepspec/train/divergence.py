@@ -168,9 +168,10 @@ class _Results:
 
     @staticmethod
     def make(h: Tensor, r: Tensor, w2: Tensor, exact: torch.dtype, grad: bool) -> _Results:
-        values = [h.new_zeros(len(h), dtype=exact) for _ in range(3)]
+        ce, kl, l1 = (h.new_zeros(len(h), dtype=exact) for _ in range(3))
         shapes = (h.shape, r.shape, w2.shape[::-1]) if grad else ((0,),) * 3
-        return _Results(*values, *(x.new_zeros(shape) for x, shape in zip((h, r, w2), shapes)), wanted=grad)
+        d_h, d_r, d_w2 = (x.new_zeros(shape) for x, shape in zip((h, r, w2), shapes))
+        return _Results(ce, kl, l1, d_h, d_r, d_w2, grad)
 
     def add(self, cut: slice, g: Tensor, g_base: Tensor, r: Tensor, head: Tensor, w2: Tensor, weight: Tensor) -> None:
         """g [C, Vd]: the gradient by a slot's logits before its weight [C]; g_base: by those before the cap."""
