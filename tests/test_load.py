@@ -86,6 +86,22 @@ def test_the_fit_recovers_an_additive_cost():
         assert rate == pytest.approx(1 / float(cost.step(r, np.array([tokens]))[0]))
 
 
+def test_noise_never_makes_a_cost_negative():
+    """With measurements that are noise alone, every cost is positive and grows with tokens; a round without drafting
+    costs what was measured, or less."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        measured = [
+            Measured(r, 1.0, 0.1 + rng.random(), {b: 0.1 + rng.random() for b in range(r, 5 * r + 1, r)})
+            for r in (1, 3)
+        ]
+        cost, _ = additive(measured)
+        for m in measured:
+            steps = cost.step(m.requests, np.arange(m.requests, 5 * m.requests + 1))
+            assert steps.min() > 0 and (np.diff(steps) >= -1e-12).all()
+            assert 0 < cost.plain(m.requests) <= m.off + 1e-9
+
+
 def test_a_fit_of_one_measurement_is_possible():
     cost, error = additive([Measured(2, 1.0, 1.0, {2: 1.5})])
     assert error < 1e-9 and cost.plain(2) == pytest.approx(1.0)
@@ -146,7 +162,7 @@ def test_a_simulation_is_the_cost_and_the_traces():
 
 
 def test_a_simulation_without_hope_is_nearly_plain():
-    """Where nothing survives, the scheduler drafts for a row in sixteen once in sixteen rounds, and pays for no more."""
+    """Where nothing survives, the scheduler drafts for a row in sixteen once in sixteen rounds and pays for that."""
     bench = Profile(COST)
     hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=320)
     assert hopeless.tokens == 320 * 8 and hopeless.verified == 0

@@ -6,6 +6,7 @@ Letters: R requests in flight, G slots, B tokens in a verification batch, n roun
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,16 +130,20 @@ def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:
     groups = np.array([[float(i == j) for j in range(1, len(measured))] for i, _, _ in points]).reshape(len(points), -1)
     weight = 1 / seconds
     solved = np.linalg.lstsq(np.hstack([groups, hats]) * weight[:, None], np.ones(len(points)), rcond=None)[0]
-    alpha, theta = np.concatenate([[0.0], solved[: groups.shape[1]]]), solved[groups.shape[1] :]
-    bias = max(float(theta.min()) / 2, 1e-9)
+    # more requests or more tokens are never quicker: what says so is noise
+    alpha = np.concatenate([[0.0], solved[: groups.shape[1]]]).clip(0)
+    theta = np.maximum.accumulate(solved[groups.shape[1] :].clip(1e-9))
+    bias = float(theta[0]) / 2
     cost = Additive(
         bias_seconds=bias,
         bs_probes=tuple(m.requests for m in measured),
         alpha_seconds=tuple(alpha.tolist()),
         m_probes=tuple(int(k) for k in knots),
         theta_seconds=tuple((theta - bias).tolist()),
-        draft_seconds=tuple(max(m.step[m.requests] - m.off, 0.0) for m in measured),
     )
+    # so that a round without drafting costs what was measured
+    draft = [max(float(cost.step(m.requests, np.array([m.requests]))[0]) - m.off, 0.0) for m in measured]
+    cost = dataclasses.replace(cost, draft_seconds=tuple(draft))
     fitted = np.array([cost.step(measured[i].requests, np.array([b]))[0] for i, b, _ in points])
     return cost, float(np.abs(fitted / seconds - 1).max())
 
