@@ -3,13 +3,17 @@
 import copy
 import csv
 import html.parser
+import re
+import shutil
+import struct
+import subprocess
 from typing import Any
 
 import pytest
 
 from deepspec.eval import page, pictures, plots, report
 from deepspec.eval.benchmarks import published
-from deepspec.eval.output import table
+from deepspec.eval.output import table, write
 
 SETTINGS = {
     "target": {"name": "some/target", "revision": "0123456789abcdef"},
@@ -267,6 +271,29 @@ def test_the_page_holds_the_same_cells_and_needs_nothing_beside_it():
     assert reader.cells == expected
     assert [i["alt"] for i in reader.images] == ["by slot", "by task"]
     assert "&lt;|user|&gt;" in text and "&lt;other&gt; &amp; task" in text
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """<script>addEventListener("load", () => {
+  document.body.dataset.drawn = [...document.images].map(i => `${i.naturalWidth}x${i.naturalHeight}`).join(" ");
+});</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_browser_draws_every_picture_of_the_page(tmp_path):
+    """What `eval` writes is opened as it is, but for a script that tells how large the decoded pictures are."""
+    pytest.importorskip("matplotlib")
+    write(tmp_path, TWO_TASKS, [])
+    text = (tmp_path / "results.html").read_text()
+    (tmp_path / "probed.html").write_text(text.replace("</body>", PROBE + "</body>"))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    page_url = (tmp_path / "probed.html").as_uri()
+    dom = subprocess.run([BROWSER, *flags, page_url], capture_output=True, text=True, timeout=120, check=True).stdout
+    drawn = re.search(r'data-drawn="([^"]*)"', dom)[1].split()
+    sizes = [
+        struct.unpack(">II", p.read_bytes()[16:24]) for p in map(tmp_path.joinpath, pictures.PICTURES) if p.exists()
+    ]
+    assert len(sizes) == 4 and drawn == [f"{w}x{h}" for w, h in sizes]
 
 
 SWEEP = [row(f"dspark threshold:{x}", t, schedule=f"threshold:{x}") for x in (0, 0.5, 0.9) for t in (0.0, 1.0)]

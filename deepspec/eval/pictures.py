@@ -65,11 +65,12 @@ def acceptance_by_slot(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def acceptance_by_domain(rows: Sequence[Row]) -> Any:
-    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper)."""
+def acceptance_by_domain(rows: Sequence[Row], always: bool = False) -> Any:
+    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper). None for a single
+    task, whose own picture shows the same, unless `always`."""
     domains, temperatures = _seen(rows, "domain"), _seen(rows, "temperature")
-    if len(domains) < 2 and len(_seen(rows, "task")) < 2:
-        return None  # the picture by task shows it already
+    if not always and len(domains) < 2 and len(_seen(rows, "task")) < 2:
+        return None
     figure, panels = plots.grid(len(temperatures), len(domains), sharex=True, sharey=True)
     colour = plots.colours(r["drafter"] for r in rows)
     for t, temperature in enumerate(temperatures):
