@@ -286,7 +286,7 @@ MISTAKES = {
         "different targets (some/target, b)",
     ),
     "schedule": (replace("--schedule", "threshold:1.5"), "threshold:X with X in [0, 1]"),
-    "schedule name": (replace("--schedule", "fast"), "'fast' must be verify_all or threshold:X"),
+    "schedule name": (replace("--schedule", "fast"), "'fast' must be verify_all, threshold:X"),
     "temperature": (replace("--temperature", "-1"), "temperature must be >= 0"),
     "temperatures": (lambda place, args: [*args, "--temperature", "1", "1.0"], "given twice"),
     "budget": (replace("--max-new-tokens", "0"), "max_new_tokens must be >= 1"),

@@ -21,7 +21,9 @@ def parser() -> Parser:
         "--schedule",
         nargs="+",
         default=["verify_all"],
-        help="how much of a draft is verified: verify_all or threshold:X; several are compared",
+        metavar="SCHEDULE",
+        help="how much of a draft is verified: verify_all, threshold:X, throughput[:PROFILE] or lagged[:PROFILE] "
+        "(the profile is made first where none is given); several are compared",
     )
     return p
 

@@ -181,7 +181,9 @@ def decode(
             asked,
             max_new_tokens=budget,
             sampling=sampling,
-            schedule=contender.fresh_schedule(),
+            schedule=contender.fresh_schedule(models.costs.get(contender.drafter or "")),
+            verify=contender.verify,
+            draft=contender.draft,
             stop_ids=target.stop_ids,
             # a later turn draws numbers of its own; the first turn of prompt i draws with seed + i
             seeds=[config.seed + first + i + (turn << 32) for i in going],

@@ -12,6 +12,7 @@ from ..modeling.target import Target
 from ..provenance import provenance
 from . import stats
 from .benchmarks import BENCHMARKS, domain, published
+from .cost import Cost
 from .settings import EvalConfig
 
 Row = dict[str, Any]
@@ -23,6 +24,8 @@ class Models:
 
     target: Target
     drafters: dict[str, Drafter]
+    costs: dict[str, Cost] = field(default_factory=dict)
+    """What a round with each drafter costs, for schedules that need to know it."""
 
 
 @dataclass(frozen=True)

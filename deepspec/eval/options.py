@@ -49,6 +49,8 @@ def add_run_options(p: Parser, *, equality: str) -> None:
     p.add("--equality", default=equality, help="prompts of the losslessness check: a number, all, or 0 to skip")
     p.add("--thinking", choices=["on", "off", "auto"], default="auto", help="handed to the chat template")
     p.add("--turns", choices=["first", "all"], default="first", help="of a prompt; later ones follow its own answers")
+    p.add("--verify", nargs="+", choices=["token", "block"], default=["token"], help="rule of verification, or both")
+    p.add("--draft", nargs="+", choices=["sample", "greedy"], default=["sample"], help="draft tokens, or both ways")
     p.add("--repeats", type=int, default=1, help="how often each timing is taken")
     p.add("--warmup", type=int, default=2, help="prompts decoded before the timings")
 
@@ -70,6 +72,8 @@ def eval_config(args: argparse.Namespace, schedule: Sequence[str]) -> "EvalConfi
         equality=_equality(args.equality),
         repeats=args.repeats,
         warmup=args.warmup,
+        verify=tuple(args.verify),
+        draft=tuple(args.draft),
         thinking=args.thinking,
         turns=args.turns,
     )

@@ -13,7 +13,7 @@ from .records import Records
 from .results import Row
 
 COLUMNS = (
-    "task", "domain", "samples", "drafter", "schedule", "temperature", "tau", "tau_low", "tau_high",
+    "task", "domain", "samples", "drafter", "schedule", "verify", "draft", "temperature", "tau", "tau_low", "tau_high",
     "verified_per_round", "accepted_per_round", "wasted_per_round", "rounds", "tokens", "tokens_per_second",
     "baseline_tokens_per_second", "speedup", "speedup_low", "speedup_high", "lossless", "draft_seconds_per_round",
     "verify_seconds_per_round", "target_seconds_per_round", "decomposition", "repetition_rate",

@@ -105,9 +105,10 @@ def _section(rows: list[Row]) -> Section:
     s = first["settings"]
     revision = f"@{s['target']['revision'][:12]}" if s["target"]["revision"] else ""
     processes = f" x {s['processes']} processes" if s["processes"] > 1 else ""
+    ways = ", ".join(" and ".join(s[k]) for k in ("schedule", "verify", "draft"))
     settings = (
         f"target {s['target']['name']}{revision}, {s['dtype']} on {s['device']}, {s['threads']} threads{processes}, "
-        f"concurrency {s['concurrency']}, {' and '.join(s['schedule'])}, thinking {s['thinking']}, seed {s['seed']}"
+        f"concurrency {s['concurrency']}, {ways}, thinking {s['thinking']}, seed {s['seed']}"
     )
     title = f"{first['task']}: {first['samples']} prompts, up to {s['max_new_tokens']} new tokens"
     return Section(title, settings, cells, list(_notes(rows)), first["first_prompt"])

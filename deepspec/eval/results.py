@@ -68,7 +68,13 @@ def _rows(
 
 
 def _who(contender: Contender, temperature: float) -> dict[str, Any]:
-    return {"drafter": contender.name, "schedule": contender.schedule, "temperature": temperature}
+    return {
+        "drafter": contender.name,
+        "schedule": contender.schedule,
+        "verify": contender.verify,
+        "draft": contender.draft,
+        "temperature": temperature,
+    }
 
 
 def _texts(task: Task, temperature: float, runs: dict[str, Run]) -> list[Row]:
