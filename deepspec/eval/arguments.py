@@ -1,8 +1,10 @@
-"""What the command lines of calibration, profiles and load share: arguments, models, prompts, random prompts."""
+"""What the command lines of calibration, profiles and load share: arguments, models, prompts."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
+
+from .options import Parser
 
 if TYPE_CHECKING:
     from ..data.prompts import Prompt
@@ -12,30 +14,15 @@ if TYPE_CHECKING:
 # what needs torch is imported after the arguments are read, so that --help and a typing mistake answer at once
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one line, as everywhere else, and whose help names the defaults."""
-
-    def error(self, message: str) -> NoReturn:
-        from ..checked import InputError
-
-        raise InputError(f"{message} (see {self.prog} --help)")
-
-    def add(self, name: str, *, help: str, default: Any = None, **more: Any) -> None:
-        self.add_argument(
-            name, default=default, help=help if default is None else f"{help} (default: {default})", **more
-        )
-
-    def add_models(self) -> None:
-        """A target and its drafter, and how they run."""
-        self.add("--drafter", required=True, metavar="DIR", help="the drafter")
-        self.add(
-            "--target", help="directory, hub id or GGUF file; by default the one named in the drafter's config.json"
-        )
-        self.add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of both models")
-        self.add("--device", default="auto", help="where the models run: auto, cpu, cuda, cuda:1, ...")
-        self.add("--out", type=Path, required=True, help="directory for what is written")
-        self.add("--seed", type=int, default=0, help="of prompts, draws and orders")
-        self.add("--temperature", type=float, default=1.0, help="of sampling; 0 is greedy")
+def add_models(p: Parser) -> None:
+    """A target and its drafter, how they run, and where the results go."""
+    p.add("--drafter", required=True, metavar="DIR", help="the drafter")
+    p.add("--target", help="directory, hub id or GGUF file; by default the one named in the drafter's config.json")
+    p.add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of both models")
+    p.add("--device", default="auto", help="where the models run: auto, cpu, cuda, cuda:1, ...")
+    p.add("--out", type=Path, required=True, help="directory for what is written")
+    p.add("--seed", type=int, default=0, help="of prompts, draws and orders")
+    p.add("--temperature", type=float, default=1.0, help="of sampling; 0 is greedy")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -53,7 +40,7 @@ def load_models(args: argparse.Namespace) -> "tuple[Target, Drafter]":
     """The target and the drafter that the arguments name."""
     from ..hub import load_drafter
     from ..modeling.target import Target
-    from .__main__ import target_of
+    from .drafters import target_of
 
     name, revision = target_of({"drafter": args.drafter}, args.target)
     target = Target.load(name, device=args.device, dtype=args.dtype, revision=revision)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import main
-from .arguments import Parser, load_models, load_prompts
+from .arguments import add_models, load_models, load_prompts
+from .options import Parser
 
 if TYPE_CHECKING:
     from ..data.prompts import Prompt
@@ -27,7 +28,7 @@ def parser() -> Parser:
         description="Fit one temperature a slot to a drafter's confidence head and save them, in its config.json and "
         "as JSON for SGLang (--speculative-dspark-confidence-sts-path). Run it again to go on after an interruption.",
     )
-    p.add_models()
+    add_models(p)
     p.add("--prompts", type=Path, required=True, help="JSONL of prompts the drafter was not trained on")
     p.add("--rounds", type=int, default=10_000, help="rounds to record at least, in all")
     p.add("--max-new-tokens", type=int, default=128, help="tokens a prompt")

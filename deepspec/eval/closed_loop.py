@@ -19,13 +19,11 @@ from ..sampling import Sampling
 from .calibration import survival
 from .cost import Profile
 from .generate import stream
-from .rounds import Enough, RoundLog
+from .rounds import BUDGET, Enough, RoundLog
 from .schedule import Choosy, Schedule
 from .traces import Trace
 
 Array = np.ndarray[Any, Any]
-BUDGET = 64
-"""Tokens of an answer."""
 
 
 @dataclass(frozen=True)

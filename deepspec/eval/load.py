@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import main
-from .arguments import Parser, load_models, load_prompts, whole_numbers
+from .arguments import add_models, load_models, load_prompts, whole_numbers
+from .options import Parser
 
 if TYPE_CHECKING:
     from .closed_loop import Load
@@ -24,7 +25,7 @@ def parser() -> Parser:
         "and simulate the same from a profile and recorded rounds. --simulate does only that, for hardware that is not "
         "here.",
     )
-    p.add_models()
+    add_models(p)
     p.add("--prompts", type=Path, help="JSONL of prompts; not needed with --simulate")
     p.add("--concurrency", type=whole_numbers, default="1,4,16,32", help="numbers of users, with commas between")
     p.add("--schedule", nargs="+", default=["verify_all", "threshold:0.5", "throughput", "lagged"], help="schedules")
@@ -46,7 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from ..checked import InputError
     from . import plots
     from .cost import ANY, load_profile
-    from .schedules import make_schedule
+    from .settings import make_schedule
 
     if args.simulate and (args.profile is None or args.traces is None):
         raise InputError("--simulate needs --profile and --traces")
@@ -81,12 +82,13 @@ def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[
 
     from ..cache import write_text
     from ..sampling import Sampling
-    from .closed_loop import BUDGET, serve
+    from .closed_loop import serve
     from .profile import make
-    from .schedules import make_schedule
+    from .rounds import BUDGET
+    from .settings import make_schedule
 
     target, drafter = load_models(args)
-    prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET + drafter.num_slots + 1)]
+    prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET)]
     sampling = Sampling(temperature=args.temperature)
     if profile is None:
         profile, _ = make(target, drafter, prompts, args.concurrency, sampling, seed=args.seed)
@@ -117,7 +119,7 @@ def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[
 def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":
     """(schedule, users), and what the simulation says; nothing without traces."""
     from .closed_loop import simulate
-    from .schedules import make_schedule
+    from .settings import make_schedule
     from .traces import load_traces
 
     if args.traces is None:

@@ -21,7 +21,7 @@ from ..modeling.target import Target
 from ..sampling import Sampling
 from .cost import Additive, StepsPerSecond
 from .generate import stream
-from .rounds import Enough, RoundLog
+from .rounds import BUDGET, Enough, RoundLog
 
 Array = np.ndarray[Any, Any]
 
@@ -29,8 +29,6 @@ OFF = -1
 """In the plan of a probe: a round without drafting."""
 WARMUP = 3
 """Rounds before the first that counts."""
-BUDGET = 64
-"""Tokens of one request; the next one takes its row."""
 
 
 @dataclass(frozen=True)

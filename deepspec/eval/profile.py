@@ -1,17 +1,22 @@
 """`python -m deepspec.eval.profile`: what a round costs on this machine, for schedules and for servers."""
 
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import main
-from .arguments import Parser, load_models, whole_numbers
+from .arguments import add_models, load_models, whole_numbers
+from .options import Parser
 
 if TYPE_CHECKING:
     from ..modeling.drafter import Drafter
     from ..modeling.target import Target
     from ..sampling import Sampling
     from .cost import Profile
+    from .evaluator import Work
+    from .figures import Models
     from .probing import Measured
 
 
@@ -21,7 +26,7 @@ def parser() -> Parser:
         description="Time rounds of the decoding loop by requests in flight and tokens verified, and write the cost in "
         "both forms that SGLang reads (--speculative-dspark-sps-table-path): profile.json (additive) and sps.json.",
     )
-    p.add_models()
+    add_models(p)
     p.add("--concurrency", type=whole_numbers, default="1,4,16", help="requests in flight, with commas between")
     p.add("--context", type=int, default=128, help="tokens of each prompt")
     p.add("--repeats", type=int, default=7, help="rounds of each size; their median counts")
@@ -87,6 +92,27 @@ def make(
         "versions": provenance(),
     }
     return Profile(cost, extra), measured
+
+
+def with_costs(models: "Models", work: "Work", out: Path) -> "Models":
+    """The models, knowing what a round with each drafter costs at the run's concurrency where a contender's schedule
+    asks for it: read from `out` where an earlier or another process measured it, else measured and written there."""
+    from ..cache import write_text
+    from .cost import load_profile
+    from .rounds import BUDGET
+
+    config, target = work.config, models.target
+    for name in dict.fromkeys(c.drafter for c in work.contenders if c.needs_cost and c.drafter is not None):
+        dtype = str(target.dtype).removeprefix("torch.")
+        path = out / f"profile-{re.sub('[^A-Za-z0-9.+-]', '_', name)}-{dtype}.json"
+        if not path.exists():
+            room = target.spec.max_positions - BUDGET
+            prompts = [p.prompt_ids[:room] for task in work.tasks for p in task.prompts][:64]
+            sampling = config.sampling(config.temperatures[0])
+            profile, _ = make(target, models.drafters[name], prompts, [config.concurrency], sampling, repeats=5)
+            write_text(path, profile.to_json())
+        models.costs[name] = load_profile(path).cost
+    return models
 
 
 def random_prompts(target: "Target", length: int, seed: int, number: int = 64) -> list[list[int]]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+BUDGET = 64
+"""Tokens of an answer where rounds are timed; the next request takes its row."""
+
 
 @dataclass(frozen=True)
 class Round:
