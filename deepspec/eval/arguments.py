@@ -22,6 +22,9 @@ def add_models(p: Parser) -> None:
     p.add("--device", default="auto", help="where the models run: auto, cpu, cuda, cuda:1, ...")
     p.add("--out", type=Path, required=True, help="directory for what is written")
     p.add("--seed", type=int, default=0, help="of prompts, draws and orders")
+    p.add(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: own CPU seconds, where others share the machine"
+    )
     p.add("--temperature", type=float, default=1.0, help="of sampling; 0 is greedy")
 
 

@@ -19,7 +19,7 @@ from ..sampling import Sampling
 from .calibration import survival
 from .cost import Profile
 from .generate import stream
-from .rounds import BUDGET, Enough, RoundLog
+from .rounds import BUDGET, Enough, RoundLog, Time
 from .schedule import Choosy, Schedule
 from .traces import Trace
 
@@ -63,6 +63,7 @@ def serve(
     warmup: int = 8,
     sampling: Sampling,
     seed: int = 0,
+    clock: Time = "wall",
     tick: Callable[[], object] = lambda: None,
 ) -> Load:
     """Serve for about `seconds`, after `warmup` rounds that are not counted. drafter None is no speculation. Users take
@@ -72,7 +73,7 @@ def serve(
         tick()
         return len(log.rounds) > warmup and sum(r.seconds for r in log.rounds[warmup:]) >= seconds
 
-    log = RoundLog(target.device, enough)
+    log = RoundLog(target.device, enough, clock)
     endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
     with contextlib.suppress(Enough):
         for _ in stream(

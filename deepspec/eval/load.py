@@ -91,7 +91,7 @@ def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[
     prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET)]
     sampling = Sampling(temperature=args.temperature)
     if profile is None:
-        profile, _ = make(target, drafter, prompts, args.concurrency, sampling, seed=args.seed)
+        profile, _ = make(target, drafter, prompts, args.concurrency, sampling, seed=args.seed, clock=args.clock)
         write_text(args.out / "profile.json", profile.to_json())
     names = (NONE, *args.schedule)
     found: dict[tuple[str, int], list[Load]] = {(name, users): [] for users in args.concurrency for name in names}
@@ -110,6 +110,7 @@ def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[
                         seconds=args.seconds,
                         sampling=sampling,
                         seed=args.seed + 100_000 * repeat,
+                        clock=args.clock,
                     )
                     found[name, users].append(one)
                     bar.update()

@@ -21,7 +21,7 @@ from ..modeling.target import Target
 from ..sampling import Sampling
 from .cost import Additive, StepsPerSecond
 from .generate import stream
-from .rounds import BUDGET, Enough, RoundLog
+from .rounds import BUDGET, Enough, RoundLog, Time
 
 Array = np.ndarray[Any, Any]
 
@@ -74,6 +74,7 @@ def measure(
     sizes: int = 8,
     sampling: Sampling | None = None,
     seed: int = 0,
+    clock: Time = "wall",
     tick: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G and with drafting off, each
@@ -87,7 +88,7 @@ def measure(
             tick()
             return len(log.rounds) >= number
 
-        log = RoundLog(target.device, enough)
+        log = RoundLog(target.device, enough, clock)
         endless = [prompts[i % len(prompts)] for i in range(requests * (2 + number * (slots + 1) // BUDGET))]
         with contextlib.suppress(Enough):
             for _ in stream(

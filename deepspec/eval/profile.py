@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .evaluator import Work
     from .figures import Models
     from .probing import Measured
+    from .rounds import Time
 
 
 def parser() -> Parser:
@@ -46,7 +47,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     writable_dir(args.out, "--out")
     prompts = random_prompts(target, args.context, args.seed)
     profile, measured = make(
-        target, drafter, prompts, args.concurrency, Sampling(temperature=args.temperature), args.repeats, args.seed
+        target,
+        drafter,
+        prompts,
+        args.concurrency,
+        Sampling(temperature=args.temperature),
+        args.repeats,
+        args.seed,
+        args.clock,
     )
     print(text(measured))
     print(f"the additive cost is off by at most {profile.extra['fit_error']:.1%}")
@@ -65,6 +73,7 @@ def make(
     sampling: "Sampling",
     repeats: int = 7,
     seed: int = 0,
+    clock: "Time" = "wall",
 ) -> "tuple[Profile, list[Measured]]":
     """Measure at each concurrency and fit the additive cost."""
     from tqdm import tqdm
@@ -75,10 +84,8 @@ def make(
 
     total = sum(number_of_rounds(drafter.num_slots, r, repeats) for r in concurrency)
     with tqdm(total=total, unit="round", desc="profile", disable=None) as bar:
-        measured = [
-            measure(target, drafter, prompts, r, repeats=repeats, sampling=sampling, seed=seed, tick=bar.update)
-            for r in concurrency
-        ]
+        how: dict[str, Any] = dict(repeats=repeats, sampling=sampling, seed=seed, clock=clock, tick=bar.update)
+        measured = [measure(target, drafter, prompts, r, **how) for r in concurrency]
     cost, error = additive(measured)
     extra = {
         "plain_seconds": [m.plain for m in measured],
@@ -88,6 +95,7 @@ def make(
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "temperature": sampling.temperature,
+        "clock": clock,
         "context": sum(map(len, prompts)) / len(prompts),
         "versions": provenance(),
     }

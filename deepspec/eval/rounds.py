@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,7 +15,7 @@ BUDGET = 64
 @dataclass(frozen=True)
 class Round:
     seconds: float
-    """Wall time since the round before, prefill apart."""
+    """Since the round before, prefill apart."""
     requests: int
     """Rows that were active."""
     verified: int
@@ -27,14 +28,19 @@ class Enough(Exception):
     """Ends the loop from inside; whoever started it expects it."""
 
 
+Time = Literal["wall", "cpu"]
+
+
 class RoundLog:
     """The rounds of a run: `stream`'s clock and its `on_round` in one. The loop ends when `enough(self)` says so."""
 
-    def __init__(self, device: torch.device, enough: Callable[["RoundLog"], bool]) -> None:
+    def __init__(self, device: torch.device, enough: Callable[["RoundLog"], bool], clock: Time = "wall") -> None:
+        """clock cpu counts this process's own seconds of CPU: with one thread, what the wall would show were no other
+        process on the machine."""
         self.rounds: list[Round] = []
         self.prefill = 0.0
         """Seconds of prefill so far."""
-        self._device, self._enough = device, enough
+        self._device, self._enough, self._clock = device, enough, clock
         self._mark = self._now()
 
     @contextlib.contextmanager
@@ -60,4 +66,4 @@ class RoundLog:
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return time.perf_counter() if self._clock == "wall" else time.process_time()
