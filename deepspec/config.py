@@ -56,6 +56,8 @@ class DataConfig(Checked):
     """Rows with fewer supervised tokens are dropped and counted."""
     thinking: Literal["on", "off", "auto"] = "auto"
     """Passed to the chat template as enable_thinking; auto passes nothing."""
+    malformed: Literal["error", "skip"] = "error"
+    """What a line that is no record is: an error that names it, or counted and read over."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, str | Path):

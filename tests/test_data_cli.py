@@ -38,12 +38,13 @@ def loaded(monkeypatch):
     def stream(target, drafter, prompts, *, max_new_tokens, **_):
         yield from ((i, types.SimpleNamespace(tokens=[59], finish="stop")) for i in range(len(prompts)))
 
-    target, engine = types.ModuleType("deepspec.modeling.target"), types.ModuleType("deepspec.eval.generate")
+    names_ = ("deepspec.modeling.target", "deepspec.modeling.loading", "deepspec.eval.generate")
+    target, loading, engine = map(types.ModuleType, names_)
     target.Target = types.SimpleNamespace(load=load)
-    target.load_tokenizer = lambda name, revision=None: None if name == "bare" else Tokenizer()
+    loading.load_tokenizer = lambda name, revision=None: None if name == "bare" else Tokenizer()
     engine.stream = stream
-    monkeypatch.setitem(sys.modules, target.__name__, target)
-    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    for module in (target, loading, engine):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return names
 
 

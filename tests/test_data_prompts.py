@@ -83,7 +83,7 @@ def test_rows_in_are_prompts_out_plus_counted_drops(tmp_path):
     assert texts(prompts) == ["{}u:q;a:", "{}u:r;a:"]
     assert dropped == {
         "duplicate": 1,
-        "duplicate id of another prompt": 1,
+        "duplicate id, other tokens": 1,
         "template: roles must alternate": 1,
         "no user turn to answer": 1,
         "unknown role 'oracle'": 1,
@@ -175,7 +175,7 @@ def test_unique_keeps_the_first():
     dropped = Counter()
     a, b = Prompt("x", "t", [1], {}), Prompt("x", "t", [2], {})
     assert unique([a, b, Prompt("x", "u", [1], {})], dropped) == [a]
-    assert dropped == {"duplicate": 1, "duplicate id of another prompt": 1}
+    assert dropped == {"duplicate": 1, "duplicate id, other tokens": 1}
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "mt-bench"])

@@ -42,6 +42,14 @@ class Skip(Exception):
     """A record that cannot become a row, through no mistake of form: it is counted by this reason and left out."""
 
 
+class Malformed(InputError):
+    """A record whose form is wrong. `reason` is what it is counted by where such records are read over."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason + detail)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Row:
     """One training sequence."""
@@ -106,7 +114,7 @@ def layout(record: Message) -> str:
     for key in LAYOUTS:
         if key in record:
             return key
-    raise InputError(f"none of the keys {', '.join(LAYOUTS)}; it has: {', '.join(map(str, record)) or 'no keys'}")
+    raise Malformed(f"none of the keys {', '.join(LAYOUTS)}", f"; it has: {', '.join(map(str, record)) or 'no keys'}")
 
 
 def record_id(record: Message, content: Any) -> str:
@@ -115,7 +123,7 @@ def record_id(record: Message, content: Any) -> str:
     if isinstance(own, str | int) and not isinstance(own, bool) and own != "":
         return str(own)
     if own is not None:
-        raise InputError(f"id must be a non-empty string or an integer, got {own!r}")
+        raise Malformed("id must be a non-empty string or an integer", f", got {own!r}")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -123,7 +131,7 @@ def token_ids(record: Message, key: str) -> list[int]:
     """record[key], a non-empty list of ids >= 0."""
     value = record.get(key)
     if not isinstance(value, list) or not value or set(map(type, value)) != {int} or min(value) < 0:
-        raise InputError(f"{key} must be a non-empty list of token ids (integers >= 0), got {_short(value)}")
+        raise Malformed(f"{key} must be a non-empty list of token ids (integers >= 0)", f", got {_short(value)}")
     return value
 
 
@@ -135,7 +143,8 @@ def conversation(record: Message) -> tuple[list[Message], list[Any] | None]:
     key = layout(record)
     value = record[key]
     if not isinstance(value, list) or not all(isinstance(v, str if key == "turns" else dict) for v in value):
-        raise InputError(f"{key} must be a list of {'strings' if key == 'turns' else 'objects'}, got {_short(value)}")
+        kind = "strings" if key == "turns" else "objects"
+        raise Malformed(f"{key} must be a list of {kind}", f", got {_short(value)}")
     if not value:
         raise Skip("empty conversation")
     messages = [_message({"role": "user", "content": value[0]})] if key == "turns" else [_message(v) for v in value]
@@ -146,7 +155,7 @@ def _message(raw: Message) -> Message:
     shape = ("from", "value") if "from" in raw else ("role", "content")
     role, content = (raw.get(key) for key in shape)
     if not isinstance(role, str) or not isinstance(content, str | list | None):
-        raise InputError(f"a message needs {shape[0]} (string) and {shape[1]} (string or list), got {_short(raw)}")
+        raise Malformed(f"a message needs {shape[0]} (string) and {shape[1]} (string or list)", f", got {_short(raw)}")
     if role not in _ROLES:
         raise Skip(f"unknown role {role[:30]!r}")  # a guess could supervise text that the target never wrote
     rest = {key: v for key, v in raw.items() if key not in shape and v is not None}
@@ -166,9 +175,9 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value or "null")
         except json.JSONDecodeError:
-            raise InputError(f"tools is not valid JSON: {_short(given)}") from None
+            raise Malformed("tools is not valid JSON", f": {_short(given)}") from None
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise InputError(f"tools must be a list of objects, the same as a JSON string, or null, got {_short(given)}")
+        raise Malformed("tools must be a list of objects, the same as a JSON string, or null", f", got {_short(given)}")
     return value or None
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError, require
-from .chat import Row, Skip, layout, training_rows
-from .prompts import TokenizerSource, read_records, reasons, tokenizer_getter
+from .chat import Row, layout, training_rows
+from .prompts import Seen, TokenizerSource, counted, read_records, reasons, tokenizer_getter
 
 if TYPE_CHECKING:
     from ..config import DataConfig
@@ -30,26 +30,28 @@ def load_rows(
     """All usable rows of the files, in their order, cut to config.max_length tokens; and what was dropped, by reason.
 
     A record (one per line) that cannot be used counts once, and so does a row with fewer than config.min_supervised
-    supervised tokens. InputError names file and line of a malformed record or of an id outside the vocabulary, and
-    says how many were dropped for which reason where nothing is left.
+    supervised tokens, or with an id seen before in its file. InputError names file and line of a malformed record
+    (config.malformed "skip" counts and drops it instead) or of an id outside the vocabulary, and says how many were
+    dropped for which reason where nothing is left.
     """
     get = tokenizer_getter(tokenizer)
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
+    skipped = dropped if config.malformed == "skip" else None
     paths = list(paths)
     for path in paths:
-        for where, record in read_records(path):
-            try:
+        seen = Seen()
+        for where, record in read_records(path, skipped):
+            made: list[Row] = []
+            with counted(where, dropped, skipped):
                 needed = None if layout(record) == "prompt_ids" else get()
                 made = training_rows(record, needed, stop_ids, config.thinking)
                 for row in made:
                     _check_ids(row, vocab_size)
-            except Skip as skip:
-                dropped[str(skip)] += 1
-                continue
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from None
             for row in made:
+                if repeated := seen.again(row.id, row.tokens):
+                    dropped[repeated] += 1
+                    continue
                 kept = _cut(row, config.max_length)
                 if sum(kept.loss_mask) >= config.min_supervised:
                     rows.append(kept)
