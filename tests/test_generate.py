@@ -69,6 +69,30 @@ def test_seeds_belong_to_requests():
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_number_is_used_twice(monkeypatch, temperature):
+    """All drafts, coins and own tokens of a request have uniforms of their own, also where a later round drafts the
+    same places again: a schedule may have learnt from what was cut there, so repeating its number would anticipate."""
+    import deepspec.eval.generate as loop
+
+    tgt, used = target(), []
+
+    class Listening(Planned):
+        def propose(self, state, sampling, uniforms):
+            used.extend(uniforms.flatten().tolist())
+            return super().propose(state, sampling, uniforms)
+
+    def listen(probs, proposal, lengths, uniforms, *rest):
+        used.extend(uniforms.flatten().tolist())
+        return verify(probs, proposal, lengths, uniforms, *rest)
+
+    verify = loop.verify
+    monkeypatch.setattr(loop, "verify", listen)
+    drafter = Listening(tgt, texts(tgt), G, right=lambda n, g: g != n % (G + 1))
+    generate(tgt, drafter, PROMPTS[:1], max_new_tokens=24, sampling=Sampling(temperature=temperature, top_k=1))
+    assert len(used) > 80 and len(set(used)) == len(used)
+
+
 def test_global_random_state_is_neither_read_nor_changed():
     """Decoding draws nothing from torch's generator."""
     tgt = target()

@@ -15,7 +15,7 @@ import torch
 from ..checked import InputError
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
-from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, uniforms
+from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, slot_streams, uniforms
 from .schedule import Schedule, verify_all
 from .verify import Verdict, verify
 
@@ -125,11 +125,17 @@ class _Loop:
         self.max_length = max((len(p) for p in prompts), default=1) + budget + self.slots + 1
         self.waiting = iter(range(len(prompts)))
         self.flight: list[_Request | None] = [None] * rows
+        self.every = torch.arange(rows, device=self.device)
         self.none = torch.zeros(rows, dtype=torch.long, device=self.device)
         empty = torch.zeros(rows, 0, device=self.device)
         # the proposal of plain decoding
         self.nothing = Proposal(empty.long(), empty[..., None].expand(-1, -1, target.vocab.size), empty)
-        self.chance = torch.zeros(3, rows, self.max_length + self.slots + 2, dtype=torch.float64, device=self.device)
+        self.streams = torch.cat(
+            [torch.tensor([TARGET]), slot_streams(DRAFT, self.slots), slot_streams(ACCEPT, self.slots)]
+        ).to(self.device)
+        self.chance = torch.zeros(rows, self.max_length + 1, len(self.streams), dtype=torch.float64, device=self.device)
+        """Every uniform a row can need, by the place of the anchor: the target's own token, then a draft and a coin a
+        slot."""
 
     def _timed(self, part: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.clock is None else self.clock.part(part)
@@ -165,16 +171,15 @@ class _Loop:
                 ],
                 device=self.device,
             )
-            place = torch.arange(self.chance.shape[2], device=self.device)
+            place = torch.arange(self.chance.shape[1], device=self.device)
             at = torch.tensor(new, device=self.device)
-            seeds = torch.tensor([self.seeds[self._request(row).index] for row in new], device=self.device)[:, None]
-            for s in (DRAFT, ACCEPT, TARGET):
-                self.chance[s, at] = uniforms(seeds, place, s)
+            seeds = torch.tensor([self.seeds[self._request(row).index] for row in new], device=self.device)
+            self.chance[at] = uniforms(seeds[:, None, None], place[:, None], self.streams)
             with self._timed("prefill"):
                 self.session.reset(new)
                 scored = self.session.score(tokens, counts, last_only=True)
                 last = torch.tensor(counts, device=self.device).sub(1).clamp(min=0)
-                chance = self.chance[TARGET].gather(1, last[:, None])[:, 0]
+                chance = self.chance[self.every, last, 0]
                 first = self.sampling.token(scored.logits[:, 0], chance)
                 self.anchors = torch.where(
                     torch.tensor([n > 0 for n in counts], device=self.device), first, self.anchors
@@ -194,20 +199,20 @@ class _Loop:
         active = torch.tensor(on)
         room = torch.tensor([self.max_length - n - 1 for n in lengths])
         start = torch.tensor(lengths, device=self.device)
-        ahead = start[:, None] + torch.arange(1, G + 1, device=self.device)
+        chance = self.chance[self.every, start]
         with self._timed("draft"):
             if self.drafter is None:
                 proposal = self.nothing
             else:
-                proposal = self.drafter.propose(self.state, self.sampling, self.chance[DRAFT].gather(1, ahead))
+                proposal = self.drafter.propose(self.state, self.sampling, chance[:, 1 : G + 1])
             admitted = self.schedule(proposal.confidence, active, room)
         with self._timed("verify"):
             counts = [n + 1 if here else 0 for n, here in zip(admitted.tolist(), on)]
             tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
             scored = self.session.score(tokens, counts)
-            own = self.chance[TARGET].gather(1, start[:, None])
+            own = chance[:, :1]
             if G:
-                coins = torch.cat([self.chance[ACCEPT].gather(1, ahead), own], 1)
+                coins = torch.cat([chance[:, G + 1 :], own], 1)
                 verdict = verify(self.sampling.probs(scored.logits), proposal, admitted.to(self.device), coins)
             else:  # nothing to accept: the target's own token
                 verdict = Verdict(self.none, self.sampling.token(scored.logits[:, 0], own[:, 0]))
