@@ -86,7 +86,7 @@ def test_a_limit_then_all(loaded, prompts, tmp_path, capsys):
     assert len(ids(tmp_path / "a.jsonl")) == 7
     code, printed, _ = run(capsys, *argv)
     assert code == 0 and len(set(ids(tmp_path / "a.jsonl"))) == len(ids(tmp_path / "a.jsonl")) == 40
-    assert "40 duplicate" in printed
+    assert "dropped 40: duplicate" in printed
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checked import InputError
 from ..cli import main
+
+PERFECTBLEND = "mlabonne/open-perfectblend"
 
 
 def command(argv: Sequence[str] | None = None) -> None:
@@ -21,11 +23,50 @@ def command(argv: Sequence[str] | None = None) -> None:
     args.run(args)
 
 
+def prompts(args: argparse.Namespace) -> None:
+    """Gather prompts into a file to train on and one that is held out."""
+    from .collect import Choice, collect_prompts, held_out_path
+    from .overlap import Overlap
+
+    choice = Choice(
+        sources=tuple(args.source), split=args.split, limit=args.limit, hold_out=args.hold_out, seed=args.seed
+    )
+    names = [] if args.exclude == ["none"] else args.exclude
+    manifest = collect_prompts(
+        choice,
+        args.out,
+        exclude=Overlap(_benchmark_texts(names)),
+        excluded=names,
+        skip_malformed=args.malformed == "skip",
+    )
+    print(f"{args.out}: {manifest['prompts']} prompts; {held_out_path(args.out)}: {manifest['held_out']} held out")
+    _report(manifest["dropped"])
+
+
+def _benchmark_texts(names: Sequence[str]) -> Iterator[str]:
+    """The user turns of benchmarks and JSONL files."""
+    from ..eval.tasks import find_tasks
+    from .chat import conversation, layout, text_of
+    from .prompts import read_records
+
+    for task in find_tasks(names) if names else ():
+        for where, record in read_records(task.path):
+            if layout(record) == "prompt_ids":
+                raise InputError(f"{where}: token ids cannot be compared with prompts; --exclude needs texts")
+            texts = record["turns"] if "turns" in record else map(text_of, conversation(record)[0])
+            yield from texts
+
+
+def _report(dropped: dict[str, int]) -> None:
+    """A line per reason."""
+    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
+        print(f"dropped {count}: {reason}")
+
+
 def answers(args: argparse.Namespace) -> None:
     """Have the target answer, itself or through servers of it."""
     from ..sampling import Sampling
     from .answers_file import check_output
-    from .prompts import reasons
 
     if args.hold_out is not None and args.only is None:
         raise InputError("--hold-out needs --only train or --only held-out")
@@ -57,8 +98,9 @@ def answers(args: argparse.Namespace) -> None:
         )
     print(
         f"{args.out}: {manifest['answers']} answers of {manifest['tokens']} tokens, finish {manifest['finish']}, "
-        f"refusals {manifest['refusals']}, prompts dropped: {reasons(Counter(manifest['dropped']))}"
+        f"refusals {manifest['refusals']}"
     )
+    _report(manifest["dropped"])
     if manifest["drift"]:
         print(
             "tokenised again, for the server returns no ids: "
@@ -156,6 +198,29 @@ def show(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deepspec.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
+
+    p = commands.add_parser(
+        "prompts", help="prompts of data sets: each once, shuffled, no benchmark's, a part held out"
+    )
+    p.set_defaults(run=prompts)
+    p.add_argument(
+        "source", nargs="*", default=[PERFECTBLEND], help="JSONL, Parquet, or org/name[:config][@revision] of the hub"
+    )
+    p.add_argument(
+        "--out", required=True, type=Path, help="JSONL file; X.jsonl's held-out prompts go to X.held-out.jsonl"
+    )
+    p.add_argument("--split", default="train", help="of data sets of the hub (default train)")
+    p.add_argument("--limit", type=int, help="this many prompts, of all sources together")
+    p.add_argument("--seed", type=int, default=0, help="of the order")
+    p.add_argument("--hold-out", type=float, default=0.05, metavar="FRACTION", help="(default 0.05)")
+    p.add_argument(
+        "--exclude",
+        nargs="+",
+        default=["gsm8k", "math500", "humaneval"],
+        metavar="TASK",
+        help="benchmarks or JSONL files whose prompts are left out, or none (default: those the hub has)",
+    )
+    _malformed(p)
 
     p = commands.add_parser(
         "answers", help="answers of the target, itself or through servers; run again to go on after a kill"

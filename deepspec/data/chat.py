@@ -161,7 +161,7 @@ def _message(raw: Message) -> Message:
     rest = {key: v for key, v in raw.items() if key not in shape and v is not None}
     message = {"role": _ROLES[role], "content": "" if content is None else content, **rest}
     says = (
-        _text(message).strip() or rest.get("tool_calls") or rest.get("reasoning_content") or isinstance(content, list)
+        text_of(message).strip() or rest.get("tool_calls") or rest.get("reasoning_content") or isinstance(content, list)
     )
     if message["role"] in ("user", "assistant") and not says:
         raise Skip(f"empty {message['role']} turn")
@@ -194,7 +194,7 @@ def _split(
         # thinking off, where the generation prompt holds that pair; so it is context here too, not the target's words.
         bare = _render(tokenizer, context, "off", tools, prompt=True)
         supplied = _squeeze(bare.removeprefix(prompt))
-        if bare.startswith(prompt) and whole.startswith(bare) and not _squeeze(_text(turn)).startswith(supplied):
+        if bare.startswith(prompt) and whole.startswith(bare) and not _squeeze(text_of(turn)).startswith(supplied):
             prompt = bare
     elif not whole.startswith(prompt) and whole.startswith(_render(tokenizer, context, "auto", tools, prompt=True)):
         raise Skip("a turn with reasoning, but thinking is off")
@@ -228,7 +228,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise Skip("text that is not valid Unicode") from None
 
 
-def _text(message: Message) -> str:
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may come in parts."""
     content = message["content"]
     if isinstance(content, str):
         return content
