@@ -7,7 +7,7 @@ import itertools
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..checked import InputError
 from ..provenance import provenance
 from .chat import Message, Skip, conversation, layout, record_id, text_of, token_ids
 from .manifest import manifest_path, read_manifest
+from .overlap import Overlap
 from .prompts import counted, hash_id, held_out, reasons
 from .sources import as_conversation, count_records, read_source, source_name
 
@@ -51,7 +52,7 @@ def collect_prompts(
     choice: Choice,
     out: Path,
     *,
-    exclude: Container[str] = (),
+    exclude: Overlap | None = None,
     excluded: Sequence[str] = (),
     skip_malformed: bool = False,
 ) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def collect_prompts(
         with tempfile.TemporaryFile(dir=out.parent) as spool:
             found: list[tuple[int, str, int]] = []
             seen: set[str] = set()
-            for record in _prompts(choice, exclude, dropped, skip_malformed):
+            for record in _prompts(choice, exclude or Overlap(()), dropped, skip_malformed):
                 if record["id"] in seen:
                     dropped["duplicate"] += 1
                     continue
@@ -102,7 +103,7 @@ def collect_prompts(
     return manifest
 
 
-def _prompts(choice: Choice, exclude: Container[str], dropped: Counter[str], skip_malformed: bool) -> Iterable[Message]:
+def _prompts(choice: Choice, exclude: Overlap, dropped: Counter[str], skip_malformed: bool) -> Iterable[Message]:
     skipped = dropped if skip_malformed else None
     total = sum(count or 0 for count in (count_records(source, choice.split) for source in choice.sources))
     with tqdm(total=total, unit="record", desc="prompts", disable=None) as bar:
@@ -113,7 +114,7 @@ def _prompts(choice: Choice, exclude: Container[str], dropped: Counter[str], ski
                     yield _prompt(as_conversation(record), source_name(source), exclude)
 
 
-def _prompt(record: Message, task: str, exclude: Container[str]) -> Message:
+def _prompt(record: Message, task: str, exclude: Overlap) -> Message:
     if layout(record) == "prompt_ids":
         ids = token_ids(record, "prompt_ids")
         return {"id": record_id({}, ids), "task": task, "prompt_ids": ids}

@@ -13,13 +13,11 @@ from typing import Literal
 
 from ..cache import tentative, whole_dir, writable_dir
 from ..config import Config
-from ..data.loader import Loader
 from ..hub.native import write_drafter
 from . import checkpoint, optim
 from .log import Log
 from .report import StepReport
 from .setup import Setup, prepare
-from .source import Live
 from .step import Stepper
 
 _LOG = logging.getLogger(__name__)
@@ -40,11 +38,10 @@ def fit(config: Config, *, resume: Literal["auto", "never"] = "auto") -> Iterato
 class _Run:
     def __init__(self, config: Config, parts: Setup, resume: str) -> None:
         self.config, self.parts, self.out, train = config, parts, config.out, config.train
-        loader = Loader(parts.rows, train.batch_size, config.seed)
+        loader, self.batches = parts.data.loader(), parts.data.batches(parts.target)
         self.total = min(train.max_steps or 1 << 62, loader.steps(train.epochs))
         self.optimizer = optim.build(parts.drafter, train)
-        source = Live(parts.target, config.drafter.target_layer_ids)
-        self.stepper = Stepper(config, parts.drafter, self.optimizer, loader, source, self.total)
+        self.stepper = Stepper(config, parts.drafter, self.optimizer, loader, self.batches, self.total)
         self.start = self._resume(resume)
         self.log = Log(self.out / "metrics.jsonl", self.start)
         if not self.start:
@@ -66,6 +63,7 @@ class _Run:
             report = self.stepper.step(step)
             last = report.step == self.total
             if report.step % train.log_every == 0 or last:
+                self.batches.source.check(self.config.data.max_refused)
                 self.log.write(report)
             if report.step % train.save_every == 0 or last:
                 self._save(report.step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import torch
 
 from ..config import Config, as_dict
-from ..data.chat import Row
-from ..data.loader import load_rows
+from ..data.training import TrainingData, training_data
 from ..modeling import loading
 from ..modeling.drafter import Drafter
 from ..modeling.families import read_family
@@ -26,9 +24,7 @@ class Setup:
     """The parts of a run."""
 
     config: Config
-    rows: list[Row]
-    dropped: Counter[str]
-    """Records that make no row, by reason."""
+    data: TrainingData
     target: Target
     drafter: Drafter
     started: list[str]
@@ -52,7 +48,7 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {"rows": len(self.rows), "dropped": dict(self.dropped), "manifests": manifests},
+            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests},
             "versions": provenance(),
         }
 
@@ -71,10 +67,10 @@ def prepare(config: Config) -> Setup:
     config.drafter.check_target(
         num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
     )
-    rows, dropped = load_rows(config.data.path, tokenizer, stops, config.data, text.vocab_size)
+    data = training_data(config, tokenizer, stops, text.vocab_size)
     target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
     drafter = build_drafter(config, target)
-    return Setup(config, rows, dropped, target, drafter, init.warm_start(drafter, target, train.init))
+    return Setup(config, data, target, drafter, init.warm_start(drafter, target, train.init))
 
 
 def build_drafter(config: Config, target: Target) -> Drafter:

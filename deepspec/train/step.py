@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..data.chat import Row
+from ..data.batches import Batches, Picked
 from ..data.loader import Loader
 from ..modeling.drafter import Drafter
 from . import optim
 from .objective import Metrics, Objective
 from .report import StepReport, add
-from .source import Live
 
 
 class Stepper:
     """Takes the optimiser from step to step. What a step does depends on its number and the config only."""
 
     def __init__(
-        self, config: Config, drafter: Drafter, optimizer: optim.AnyOptimizer, loader: Loader, source: Live, total: int
+        self,
+        config: Config,
+        drafter: Drafter,
+        optimizer: optim.AnyOptimizer,
+        loader: Loader,
+        source: Batches,
+        total: int,
     ) -> None:
         self.config, self.drafter, self.optimizer = config, drafter, optimizer
         self.loader, self.source, self.total = loader, source, total
@@ -52,14 +57,14 @@ class Stepper:
         norm = torch.nn.utils.clip_grad_norm_(params, train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(len(row.tokens) for _, row in picked)
+        tokens = self.source.tokens(picked)
         return StepReport(step + 1, self.total, lr, tokens, time.perf_counter() - began, norm, self.drafter, sums)
 
-    def _seeds(self, part: list[tuple[int, Row]], first: int) -> Tensor:
-        """Anchor seeds [B] of rows; `first`: rows served before them."""
-        device = self.source.target.device
+    def _seeds(self, part: list[Picked], first: int) -> Tensor:
+        """Anchor seeds [B] of sequences; `first`: sequences served before them."""
+        device = self.source.device
         index = torch.tensor([i for i, _ in part], device=device)
-        epoch = torch.tensor([(first + j) // len(self.loader.rows) for j in range(len(part))], device=device)
+        epoch = torch.tensor([(first + j) // len(self.loader.sequences) for j in range(len(part))], device=device)
         return (epoch << 40) + (index << 8) + (self.config.seed & 0xFF)
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
