@@ -53,13 +53,13 @@ def test_every_layout_gives_what_the_target_sees_before_it_answers(tmp_path):
         tmp_path / "mixed.jsonl",
         {"turns": ["q", "later"]},
         {"messages": [user("m")], "task": "math"},
-        {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("trailing")]},
+        {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("next")]},
         {"conversations": [{"from": "human", "value": "s"}, {"from": "gpt", "value": "t"}], "id": 3},
         {"prompt_ids": [104, 105], "answer_ids": [1], "id": "tokens"},
     )
     prompts = load_prompts(path, Spelling(), "off")
     off = "{'enable_thinking': False}"
-    assert texts(prompts) == [off + "u:q;a:", off + "u:m;a:", off + "u:a;a:b;u:c;a:", off + "u:s;a:", "hi"]
+    assert texts(prompts) == [off + "u:q;a:", off + "u:m;a:", off + "u:a;a:b;u:c;a:d;u:next;a:", off + "u:s;a:", "hi"]
     assert [p.task for p in prompts] == ["mixed", "math", "mixed", "mixed", "mixed"]
     assert [p.id for p in prompts[3:]] == ["3", "tokens"]
     assert prompts[0].record == {"turns": ["q", "later"]}

@@ -84,10 +84,22 @@ def training_rows(
     rows = []
     for turn, i in enumerate(answered):
         prompt, answer = _split(tokenizer, messages[:i], messages[i], thinking, tools)
-        # What a template writes after the stop id (a newline, mostly) the target never generates.
-        end = next((n for n, token in enumerate(answer, 1) if token in stop_ids), len(answer))
-        rows.append(_row(f"{name}#{turn}", prompt, answer[:end]))
+        rows.append(_row(f"{name}#{turn}", prompt, answer[: _end(answer, stop_ids, tokenizer)]))
     return rows
+
+
+def _end(answer: list[int], stop_ids: Collection[int], tokenizer: Tokenizer) -> int:
+    """How much of a turn the target would write: up to and with its first stop id.
+
+    Without one (the target's files name another end of turn than its template writes), up to and with a special token
+    that only space follows: what a template writes after the end of a turn, the target never generates.
+    """
+    for n, token in enumerate(answer, 1):
+        if token in stop_ids:
+            return n
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    last = next((n for n in range(len(answer), 0, -1) if answer[n - 1] in special), len(answer))
+    return last if not str(tokenizer.decode(answer[last:])).strip() else len(answer)
 
 
 def render_prompt(
@@ -99,6 +111,11 @@ def render_prompt(
     """
     tokenizer = needs_template(tokenizer)
     return _encode(tokenizer, _render(tokenizer, messages, thinking, tools, prompt=True))
+
+
+def to_answer(messages: list[Message]) -> list[Message]:
+    """What of a conversation the target is asked: all before the answer it ends with, all of it where it has none."""
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def needs_template(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..cache import tentative, whole_file, writable_dir, write_text
 from ..checked import InputError
 from ..provenance import provenance
-from .chat import Message, Skip, conversation, layout, record_id, text_of, token_ids
+from .chat import Message, Skip, conversation, layout, record_id, text_of, to_answer, token_ids
 from .manifest import manifest_path, read_manifest
 from .overlap import Overlap
 from .prompts import counted, hash_id, held_out, reasons
@@ -93,7 +93,7 @@ def collect_prompts(
                     (held if apart else train).write(spool.readline().decode())
                     parts[apart] += 1
         manifest = {
-            "settings": {**dataclasses.asdict(choice), "excluded": list(excluded)},
+            "settings": {**dataclasses.asdict(choice), "sources": list(choice.sources), "excluded": list(excluded)},
             "prompts": parts[False],
             "held_out": parts[True],
             "dropped": dict(dropped.most_common()),
@@ -119,8 +119,7 @@ def _prompt(record: Message, task: str, exclude: Overlap) -> Message:
         ids = token_ids(record, "prompt_ids")
         return {"id": record_id({}, ids), "task": task, "prompt_ids": ids}
     messages, tools = conversation(record)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    messages = messages[: answers[-1]] if answers else messages
+    messages = to_answer(messages)
     spoken = [message["role"] for message in messages if message["role"] != "system"]
     if not spoken:
         raise Skip("no user turn to answer")

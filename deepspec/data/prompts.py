@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checked import InputError
-from .chat import Malformed, Message, Skip, Thinking, conversation, layout, record_id, render_prompt, token_ids
+from .chat import (
+    Malformed,
+    Message,
+    Skip,
+    Thinking,
+    conversation,
+    layout,
+    record_id,
+    render_prompt,
+    to_answer,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -43,7 +54,7 @@ def load_prompts(
     skip_malformed: bool = False,
 ) -> list[Prompt]:
     """The prompts of a JSONL file, in its order: of `turns` the first, of `messages` and `conversations` all before the
-    last assistant turn, of token rows `prompt_ids`.
+    answer that they end with, of token rows `prompt_ids`.
 
     Records that the template refuses are left out and counted in `dropped` by reason; so is a second record with an id
     seen before in this file. InputError names file and line where a record is malformed (`skip_malformed` counts and
@@ -198,9 +209,7 @@ def _prompt(record: Message, tokenizer: Callable[[], Tokenizer | None], thinking
         ids = token_ids(record, "prompt_ids")
         return Prompt(record_id(record, ids), task, ids, record)
     messages, tools = conversation(record)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if answers:
-        messages = messages[: answers[-1]]
+    messages = to_answer(messages)
     if not any(message["role"] == "user" for message in messages):
         raise Skip("no user turn to answer")
     return Prompt(

@@ -16,7 +16,7 @@ from typing import Any, final
 from ..checked import InputError
 from ..sampling import Sampling
 from .answers_file import refuses
-from .chat import Skip, Thinking, conversation, layout, training_rows
+from .chat import Skip, Thinking, conversation, layout, to_answer, training_rows
 from .prompts import Prompt, hash_id
 
 Body = dict[str, Any]
@@ -251,8 +251,7 @@ class Chat(_Plain):
         if layout(prompt.record) == "prompt_ids":
             raise InputError(f"prompt {prompt.id!r} is token ids, and a chat server takes messages only")
         messages, tools = conversation(prompt.record)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return messages[: answers[-1]] if answers else messages, tools
+        return to_answer(messages), tools
 
 
 PROTOCOLS: Mapping[str, type[Protocol]] = {kind.name: kind for kind in (VLLM, SGLang, Transformers, Completions, Chat)}
