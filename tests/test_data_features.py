@@ -15,7 +15,9 @@ from helpers import LAYERS, V, hf_model, target, token_rows, write_run
 from safetensors.torch import load_file, save_file
 
 from deepspec import InputError, Target, fit, load_config
+from deepspec.cli import main
 from deepspec.data import feature_build
+from deepspec.data.__main__ import command as data_command
 from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
 from deepspec.data.encoding import GROUP, bytes_per_token, decode, encode_row
@@ -226,16 +228,16 @@ def edit_manifest(path, change):
     path.write_text(json.dumps(found))
 
 
-LAST = "shard-00003.safetensors"
+LAST = "shard-00002.safetensors"
 DAMAGE = {
     "truncated": (lambda c: (c / LAST).write_bytes((c / LAST).read_bytes()[:-7]), rf"{LAST} is damaged \(\d+ bytes"),
     "truncated to its header": (lambda c: (c / LAST).write_bytes((c / LAST).read_bytes()[:40]), rf"{LAST} is damaged"),
     "zero bytes": (lambda c: (c / LAST).write_bytes(b""), rf"{LAST} is damaged \(0 bytes"),
-    "missing last": (lambda c: (c / LAST).unlink(), rf"{LAST} is missing, one of 4 shards; run"),
+    "missing last": (lambda c: (c / LAST).unlink(), rf"{LAST} is missing, one of 3 shards; run"),
     "flipped, last byte": (lambda c: flip(c / LAST, -1), rf"{LAST} is damaged \(the checksum of its row"),
     "swapped": (lambda c: shutil.copy(c / shard_name(1), c / LAST), rf"{LAST} belongs to another cache"),
     "wrong count in the manifest": (
-        lambda c: edit_manifest(c / "manifest.json", lambda m: m["shards"][3].update(rows=77)), "another cache",
+        lambda c: edit_manifest(c / "manifest.json", lambda m: m["shards"][2].update(rows=77)), "another cache",
     ),
     "wrong count in a shard": (
         lambda c: edit_shard(c / LAST, hidden=load_file(c / LAST)["hidden"][:-1]), "hidden has .* entries, its index",
@@ -260,7 +262,7 @@ def test_damage_is_named_in_one_line_and_never_trained_on(tmp_path, kind):
     damage, message = DAMAGE[kind]
     rows = make_rows()
     made = make(tmp_path, rows)
-    assert len(made.manifest.shards) == 4
+    assert len(made.manifest.shards) == 3
     damage(tmp_path)
 
     def use():
@@ -324,12 +326,12 @@ def test_a_kill_while_a_shard_is_written_loses_that_shard_alone(tmp_path, monkey
         patch.setattr(feature_build, "save_file", die)
         with pytest.raises(Killed):
             make(tmp_path / "killed")
-    first = (tmp_path / "killed" / shard_name(0)).stat()
+    first = (tmp_path / "killed" / shard_name(0)).stat().st_mtime_ns
     with pytest.raises(InputError, match=r"shard-00001\.safetensors is missing"):
         Cached(tmp_path / "killed", SETTINGS, make_rows())
     assert make(tmp_path / "killed").missing == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
-    assert (tmp_path / "killed" / shard_name(0)).stat() == first
+    assert (tmp_path / "killed" / shard_name(0)).stat().st_mtime_ns == first
 
 
 def test_a_shard_that_another_process_has_is_left_to_it(tmp_path):
@@ -442,28 +444,62 @@ def test_faults_are_of_rows_not_of_positions():
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def command(*args):
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspec.data", "features", *map(str, args)], capture_output=True, text=True
-    )
-    return done.returncode, done.stdout, done.stderr
+def command(capsys, name, *args):
+    """Exit code, standard output, and the lines of standard error that are no progress bar."""
+    with pytest.raises(SystemExit) as exit:
+        main(lambda: data_command([name, *map(str, args)]))
+    out, err = capsys.readouterr()
+    return exit.value.code, out, [line for line in err.splitlines() if line.startswith("error:")]
 
 
-def test_the_command(run, tmp_path):
-    """It says rows, bytes and bytes a token; --check reads all of it; bad input is one line and exit code 2."""
+def test_the_command(run, tmp_path, capsys):
+    """It says rows, bytes and bytes a token; --check reads all of it; bad input is one line and exit code 2, and where
+    weights are not needed to find it, none are read."""
     file, _ = run
-    code, out, err = command("--config", file, "--out", tmp_path / "c", "--shard-mb", "0.003", "--dtype", "int8")
-    assert code == 0, err
+    made = ("--out", tmp_path / "c")
+    code, out, _ = command(capsys, "features", "--config", file, *made, "--shard-mb", "0.003", "--dtype", "int8")
     found = re.search(
         r"(\d+) of \1 shards, .* MB of int8, 10 rows, (\d+) tokens, (\d+) bytes a token; refused: nothing", out
     )
-    assert found and int(found[1]) > 2
-    code, out, _ = command("--config", file, "--set", f"data.features={tmp_path / 'c'}", "--check")
+    assert code == 0 and found and int(found[1]) > 2
+    use = f"data.features={tmp_path / 'c'}"
+    code, out, _ = command(capsys, "features", "--config", file, "--set", use, "--check")
     assert code == 0 and "every byte read and right" in out
     flip(tmp_path / "c" / shard_name(1), -1)
-    for args in ((tmp_path / "c", "--check"), (tmp_path / "c", "--dtype", "float32"), ("/proc/no",)):
-        code, out, err = command("--config", file, "--out", *args)
-        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (args, err)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "load", None)
+        for args in ((*made, "--check"), (*made, "--dtype", "float32"), ("--out", "/proc/no"), (), ("--shard-mb", "0")):
+            code, out, err = command(capsys, "features", "--config", file, *args)
+            assert code == 2 and len(err) == 1, args
+
+
+def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
+    """Counts by proportion from every k-th record; bytes as a cache then has; the paper's 38 TB for 1.24 G tokens of
+    Qwen3-4B without data or weights. Nothing is written."""
+    file, folder = run
+    before = sorted(folder.rglob("*"))
+    rows = [{"prompt_ids": [1, 2], "answer_ids": [3] * 18}] * 40 + [{"prompt_ids": [1], "answer_ids": [2] * 39}] * 40
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    code, out, _ = command(
+        capsys, "plan", "--config", file, "--set", f"data.path={tmp_path / 'd.jsonl'}", "--sample", 20, "--seconds", 0.2
+    )
+    assert code == 0 and re.search(r"records +80  of which 20 were read", out)
+    assert re.search(r"tokens +2,400  95% of the positions", out) and re.search(
+        r"rows +80  the longest read has 40", out
+    )
+    each = bytes_per_token(2, 32, "bfloat16", (18 * 40 + 39 * 40) / 2400)
+    assert f"{each:,.0f} bytes a token" in out and re.search(r"target +[\d,]+  tokens a second on cpu in float32", out)
+    assert re.search(r"live features .* in 10 epochs", out)
+    monkeypatch.setattr(Target, "load", None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}))
+    whole = ("--config", "config/dspark/qwen3_4b.py", "--target-config", tmp_path / "config.json")
+    code, out, _ = command(capsys, "plan", *whole, "--tokens", "1.24e9")
+    assert code == 0 and re.search(r"bfloat16 +38.1 TB  30,720 bytes a token", out)
+    assert re.search(r"int8 +19.6 TB  15,840 bytes a token", out)
+    for args in (whole, ("--config", file, "--sample", 0), ("--config", file, "--set", "data.path=no.jsonl")):
+        code, out, err = command(capsys, "plan", *args)
+        assert code == 2 and len(err) == 1, args
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.slow
@@ -484,5 +520,5 @@ def test_two_processes_and_kills(run, tmp_path):
     assert look(tmp_path / "c").missing > 0
     both = [subprocess.Popen(words) for _ in "ab"]
     assert [process.wait() for process in both] == [0, 0]
-    assert command(*args, "--out", tmp_path / "straight")[0] == 0
+    assert subprocess.run([*words[:-1], str(tmp_path / "straight")]).returncode == 0
     assert contents(tmp_path / "c") == contents(tmp_path / "straight")

@@ -29,7 +29,7 @@ def features(args: argparse.Namespace) -> None:
     """Make a cache, or read all of one."""
     from ..config import load_config
     from ..modeling.target import Target
-    from .feature_build import build, look
+    from .feature_build import build, check_place, look
     from .prompts import reasons
     from .training import read_rows
 
@@ -44,6 +44,7 @@ def features(args: argparse.Namespace) -> None:
             raise InputError(f"--shard-mb must be > 0, got {args.shard_mb:g}")
         rows, dropped, identity = read_rows(config)
         print(f"{len(rows)} rows, {len(rows.tokens)} tokens; dropped: {reasons(dropped)}", flush=True)
+        check_place(rows, identity, out, args.dtype)
         target = Target.load(
             config.target,
             device=config.train.device,

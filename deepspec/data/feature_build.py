@@ -34,7 +34,6 @@ from .feature_cache import (
     OpenShard,
     Shard,
     differences,
-    index_crc,
     read_manifest,
     shard_name,
 )
@@ -57,15 +56,34 @@ class Built:
     bytes: int
 
 
+def check_place(rows: Rows, settings: dict[str, Any], folder: str | Path, stored: Stored) -> Path:
+    """The directory, made where it was not. InputError where it holds something else, or a cache of other rows,
+    settings or dtype. Costs little, so that it may come before the target's weights."""
+    folder = writable_dir(Path(folder), "feature cache")
+    if (folder / "manifest.json").exists():
+        old = read_manifest(folder)
+        changed = differences(
+            {**old.settings, "dtype": old.dtype, "rows": old.rows},
+            {**settings, "dtype": stored, "rows": rows.digest()},
+        )
+        if changed:
+            raise InputError(f"{folder} was made with other settings: {changed}; use another --out")
+        return folder
+    foreign = [p.name for p in folder.iterdir() if not p.name.startswith((".manifest.json-", ".writable-"))]
+    if foreign and not (folder / "manifest.json").exists():  # by now another process may have begun the cache
+        raise InputError(f"{folder} is not empty ({foreign[0]!r}) and no feature cache; use another --out")
+    return folder
+
+
 def build(
     rows: Rows, target: Target, settings: dict[str, Any], folder: str | Path, stored: Stored, shard_bytes: int
 ) -> Built:
     """Write what is missing of a cache of these rows. settings: what the features depend on, target_layer_ids among it.
 
-    InputError where the directory holds something else, is another run's, or has too little room.
+    InputError as in `check_place`, or where there is too little room.
     """
-    folder = writable_dir(Path(folder), "feature cache")
     settings = {**settings, "weights": fingerprint(target.vocab)}
+    folder = check_place(rows, settings, folder, stored)
     manifest = _manifest(rows, target, settings, folder, stored, shard_bytes)
     live = Live(target, settings["target_layer_ids"], rows)
     firsts = np.concatenate([[0], np.cumsum([s.rows for s in manifest.shards])]).tolist()
@@ -107,21 +125,10 @@ def look(folder: Path, *, check: bool = False) -> Built:
 def _manifest(
     rows: Rows, target: Target, settings: dict[str, Any], folder: Path, stored: Stored, shard_bytes: int
 ) -> Manifest:
-    """The one in the directory, or a new one where the directory is empty. Equal in every process, so it does not
-    matter which of them writes it."""
-    dim, layers = target.vocab.dim, len(settings["target_layer_ids"])
-    whole = rows.digest()
+    """The one in the directory, or a new one. Equal in every process, so it does not matter which of them writes it."""
     if (folder / "manifest.json").exists():
-        old = read_manifest(folder)
-        changed = differences(
-            {**old.settings, "dtype": old.dtype, "rows": old.rows}, {**settings, "dtype": stored, "rows": whole}
-        )
-        if changed:
-            raise InputError(f"{folder} was made with other settings: {changed}; use another --out")
-        return old
-    foreign = [p.name for p in folder.iterdir() if not p.name.startswith((".manifest.json-", ".writable-"))]
-    if foreign and not (folder / "manifest.json").exists():
-        raise InputError(f"{folder} is not empty ({foreign[0]!r}) and no feature cache; use another --out")
+        return read_manifest(folder)
+    dim, layers = target.vocab.dim, len(settings["target_layer_ids"])
     shards, supervised = [], np.array([int(rows.supervising(i).sum()) for i in range(len(rows))])
     limit = max(1, int(shard_bytes / bytes_per_token(layers, dim, stored)))
     number = rows.starts[:-1] // limit  # a row belongs to the shard in which its first token falls
@@ -129,7 +136,7 @@ def _manifest(
         mine = number == n
         shards.append(Shard(int(mine.sum()), int(rows.lengths[mine].sum()), int(supervised[mine].sum())))
     made_by = {"dtype": str(target.dtype).removeprefix("torch."), "versions": provenance()}
-    manifest = Manifest(settings, stored, dim, whole, tuple(shards), made_by)
+    manifest = Manifest(settings, stored, dim, rows.digest(), tuple(shards), made_by)
     write_text(folder / "manifest.json", manifest.text())
     return read_manifest(folder)
 
@@ -179,7 +186,7 @@ def _write(live: Live, manifest: Manifest, number: int, index: range, folder: Pa
     tensors = {name: torch.cat(part) for name, part in parts.items()}
     tensors |= {name: torch.tensor(column) for name, column in table.items()}
     hidden_name = folder / f".{shard_name(number)}.part"
-    save_file(tensors, hidden_name, {"cache": manifest.id, "shard": str(number), "index": index_crc(table)})
+    save_file(tensors, hidden_name, {"deepspec": manifest.seal(number, table)})
     with hidden_name.open("rb") as file:
         os.fsync(file.fileno())
     hidden_name.rename(folder / shard_name(number))

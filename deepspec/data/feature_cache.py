@@ -72,6 +72,11 @@ class Manifest:
         text = json.dumps([self.settings, self.dtype, self.rows, [vars(s) for s in self.shards]], sort_keys=True)
         return f"{zlib.crc32(text.encode()):08x}"
 
+    def seal(self, number: int, index: dict[str, np.ndarray]) -> str:
+        """What a shard says of itself: one string, for the order of several keys would change from file to file."""
+        value = zlib.crc32(b"".join(index[name].tobytes() for name in INDEX))
+        return f"cache {self.id} shard {number} index {value:08x}"
+
     def summary(self) -> dict[str, Any]:
         """What a drafter trained from the cache says of it."""
         return {"id": self.id, "dtype": self.dtype, "settings": self.settings, "made_by": self.made_by}
@@ -110,9 +115,10 @@ class OpenShard:
         except (SafetensorError, OSError, ValueError) as error:
             size = self.path.stat().st_size
             raise self._damaged(f"{size} bytes: {' '.join(str(error).split())}") from None
-        if metadata.get("cache") != manifest.id or metadata.get("shard") != str(number):
+        seal, found = manifest.seal(number, self.index), metadata.get("deepspec", "")
+        if seal.split()[:4] != found.split()[:4]:
             raise InputError(f"{self.path} belongs to another cache than the manifest beside it; delete it and {AGAIN}")
-        if metadata.get("index") != index_crc(self.index):
+        if seal != found:
             raise self._damaged("the checksum of its index does not match")
         expected, rows = manifest.shards[number], len(self.index["keys"])
         good = self.index["fault"] < 0
@@ -141,10 +147,6 @@ class OpenShard:
 def _counted(part: str) -> str:
     """What a part's entries are: positions, or those of them that supervise."""
     return "positions" if part.startswith("features") else "supervised"
-
-
-def index_crc(index: dict[str, np.ndarray]) -> str:
-    return f"{zlib.crc32(b''.join(index[name].tobytes() for name in INDEX)):08x}"
 
 
 class Cached:
