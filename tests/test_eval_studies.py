@@ -67,10 +67,11 @@ def test_a_sweep_trains_and_measures_every_value(swept, capsys):
 
 
 def test_a_sweep_again_trains_nothing_again(swept, place):
-    made = {p: p.stat().st_mtime_ns for p in (swept / "drafters").rglob("model.safetensors")}
+    before = [(p, p.read_bytes()) for p in sorted(swept.rglob("*")) if p.suffix in (".safetensors", ".jsonl")]
     more = ["--values", "1", "2", "--set", "train.max_steps=1", "--resume"]
     run(["depth", "--config", f"a={place}/run.py", *more, *common(place, swept)])
-    assert {p: p.stat().st_mtime_ns for p in (swept / "drafters").rglob("model.safetensors")} == made
+    after = [(p, p.read_bytes()) for p in sorted(swept.rglob("*")) if p.suffix in (".safetensors", ".jsonl")]
+    assert before == after, "neither trained nor decoded again"
 
 
 def test_acceptance_pools_the_tasks_of_a_domain(swept, place, tmp_path):

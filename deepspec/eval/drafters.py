@@ -1,5 +1,6 @@
 """The drafters named on the command line: what they are called, which target they are for, how they were trained."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,10 +69,13 @@ def trained_thinking(path: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def fingerprint(path: str) -> dict[str, Any]:
-    """What changes when a drafter is trained again: size and time of its files."""
-    files = sorted(p for p in find_drafter(path).iterdir() if p.is_file())
-    return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files}
+def fingerprint(path: str) -> str:
+    """Changes where the drafter's weights do."""
+    found = hashlib.sha256()
+    for weights in sorted(find_drafter(path).glob("*.safetensors")):
+        with weights.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def _section(path: str, key: str) -> Any:
