@@ -1,4 +1,4 @@
-"""Command line of the data path: `python -m deepspec.data prompts`, `answers`, `show`..."""
+"""Command line of the data path: `python -m deepspec.data prompts`, `answers`, `show`, `features` and `plan`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ def command(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; argv without the program's name."""
     parser = argparse.ArgumentParser(prog="python -m deepspec.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    add_prompts(commands)
-    add_answers(commands)
-    add_show(commands)
-    add_plan(commands)
-    add_features(commands)
+    for add in (add_prompts, add_answers, add_show, add_features, add_plan):
+        add(commands)
     args = parser.parse_args(argv)
     args.run(args)
 
