@@ -14,6 +14,7 @@ from . import evaluator, plots, report
 from .drafters import fingerprint, target_of, trained_thinking
 from .evaluator import Work, evaluate
 from .output import output, write
+from .profile import with_costs
 from .records import Records
 from .results import Row, collect
 from .settings import EvalConfig
@@ -65,7 +66,8 @@ def evaluate_to_files(plan: Plan, config: EvalConfig) -> list[Row]:
         device = share.device(plan.device)
 
         def load(dtype: str) -> evaluator.Models:
-            return evaluator.load_models(target, revision, plan.drafters, device, dtype)
+            models = evaluator.load_models(target, revision, plan.drafters, device, dtype)
+            return with_costs(models, work, plan.out)
 
         for found in evaluate(load, plan.dtype, work, bar):
             settings = {
