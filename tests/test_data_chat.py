@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deepspec.checked import InputError
-from deepspec.data.chat import Skip, conversation, render_prompt, training_rows
+from deepspec.data.chat import render_prompt, training_rows
+from deepspec.data.records import Skip, conversation
 
 SHARED = Path(os.environ.get("DEEPSPEC_SHARED", Path(__file__).parents[2] / "shared"))
 STOCK = ("qwen3", "gemma3", "llama3_1")

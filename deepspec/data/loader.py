@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checked import InputError, require
-from .chat import Row, layout, training_rows
+from .chat import Row, together, training_rows
 from .packing import pack
 from .prompts import Seen, TokenizerSource, counted, read_records, reasons, tokenizer_getter
+from .records import layout
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _usable(
             with counted(where, dropped, skipped):
                 needed = None if layout(record) == "prompt_ids" else get()
                 made = training_rows(record, needed, stop_ids, config.thinking)
+                made = together(made) if config.turns == "together" else made
                 for row in made:
                     _check_ids(row, vocab_size)
             for row in made:

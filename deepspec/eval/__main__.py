@@ -61,6 +61,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     from ..modeling.loading import load_tokenizer
     from . import plots, report
+    from .doubts import doubts
     from .evaluator import EvalConfig, evaluate, load_models
     from .tasks import find_tasks
 
@@ -85,6 +86,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     with output(args.out), Bar() as bar:
         tokenizer = functools.partial(load_tokenizer, target, revision=revision)
         tasks = [task.load(tokenizer, config.thinking, config.limit) for task in tasks]
+        used = {"target": target, "revision": revision, "dtype": args.dtype, "thinking": args.thinking}
+        for line in doubts(drafters, tokenizer(), **used):
+            print(f"warning: {line}", file=sys.stderr)
         rows: list[dict[str, Any]] = []
         texts: list[dict[str, Any]] = []
         finished = evaluate(
