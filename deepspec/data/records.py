@@ -89,8 +89,9 @@ def _message(raw: Message) -> Message:
     if role not in _ROLES:
         raise Skip(f"unknown role {role[:30]!r}")  # a guess could supervise text that the target never wrote
     rest = {key: v for key, v in raw.items() if key not in shape and v is not None}
-    if "tool_calls" in rest:
-        rest["tool_calls"] = [_call(call) for call in _objects(rest["tool_calls"], "tool_calls") or ()]
+    calls = _objects(rest.pop("tool_calls", None), "tool_calls")
+    if calls is not None:
+        rest["tool_calls"] = [_call(call) for call in calls]
     message = {"role": _ROLES[role], "content": "" if content is None else content, **rest}
     says = (
         text_of(message).strip() or rest.get("tool_calls") or rest.get("reasoning_content") or isinstance(content, list)
