@@ -30,10 +30,10 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=200, help="prompts (default 200)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument(
         "--serve-options",
-        default="--continuous-batching --cb-max-batch-tokens 512 --cb-num-blocks 512",
+        default="--continuous-batching --cb-max-batch-tokens 512 --cb-num-blocks 112",
         help="of transformers serve, in one string (default: batches, for one request at a time takes hours on a CPU)",
     )
     parser.add_argument("--out", type=Path, required=True, help="directory; what is there already is gone on with")

@@ -55,13 +55,11 @@ def test_a_drafter_is_measured_as_it_was_trained(tmp_path):
     made = {**MADE, "target_revision": None, "chat_template_sha256": template_hash(knows)}
     drafters = {"same": drafter(tmp_path / "s", **made), "unknown": drafter(tmp_path / "u")}
     drafters["other"] = drafter(tmp_path / "o", **{**made, "thinking": "on"})
-    used = {"target": "T", "revision": None, "dtype": "auto", "thinking": "off"}
-    (line,) = eval_doubts(drafters, knows, **used)
+    used = {"target": "T", "target_revision": None, "dtype": "auto", "thinking": "off"}
+    (line,) = eval_doubts(drafters, knows, used)
     assert line == 'drafter other was trained on answers made otherwise (a.jsonl): thinking was "on" and is "off"'
     of_ignoring = {"x": drafter(tmp_path / "i", **{**made, "chat_template_sha256": None, "thinking": "on"})}
-    assert (
-        not list(eval_doubts(of_ignoring, ignores, **used)) and len(list(eval_doubts(of_ignoring, knows, **used))) == 1
-    )
-    lines = list(eval_doubts({"same": drafters["same"]}, ignores, **{**used, "target": "U", "dtype": "float32"}))
+    assert not list(eval_doubts(of_ignoring, ignores, used)) and len(list(eval_doubts(of_ignoring, knows, used))) == 1
+    lines = list(eval_doubts({"same": drafters["same"]}, ignores, {**used, "target": "U", "dtype": "float32"}))
     assert len(lines) == 1 and all(word in lines[0] for word in ('target was "T"', "dtype", "chat template"))
-    assert not list(eval_doubts(drafters, None, **used))
+    assert not list(eval_doubts(drafters, None, used))

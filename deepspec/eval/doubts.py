@@ -12,12 +12,12 @@ from ..data.records import Skip
 from ..hub.native import find_drafter, read_config
 
 
-def doubts(
-    drafters: Mapping[str, str], tokenizer: Any, *, target: str, revision: str | None, dtype: str, thinking: Thinking
-) -> Iterator[str]:
-    """A line for each drafter (name -> directory) and file of answers that it was trained on; none for a drafter that
-    does not say what it was trained on."""
-    used = {"target": target, "target_revision": revision, "dtype": None if dtype == "auto" else dtype}
+def doubts(drafters: Mapping[str, str], tokenizer: Any, used: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each drafter (name -> directory) and file of answers that it was trained on, where the target is used
+    otherwise now: `used` is target, target_revision, dtype (or "auto"), thinking. None for a drafter that does not say
+    what it was trained on."""
+    thinking = used["thinking"]
+    used = {**used, "dtype": None if used["dtype"] == "auto" else used["dtype"]}
     used |= {"chat_template_sha256": template_hash(tokenizer)}
     for name, path in drafters.items():
         section = read_config(find_drafter(path)).get("deepspec")
