@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ..checked import InputError
 from ..cli import main
+from .command_features import add_features
+from .command_plan import add_plan
 
 
 def command(argv: Sequence[str] | None = None) -> None:
@@ -122,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--hold-out", type=float, metavar="FRACTION", help="held-out part of the prompts (default 0.1)")
     p.add_argument("--only", choices=["train", "held-out"], help="answer one part only (default: all prompts)")
     _thinking(p)
+
+    add_features(commands)
+    add_plan(commands)
 
     p = commands.add_parser("show", help="print training rows with the supervised tokens marked")
     p.set_defaults(run=show)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,15 +27,17 @@ def load_rows(
     stop_ids: Collection[int],
     config: DataConfig,
     vocab_size: int,
+    every: int = 1,
 ) -> tuple[Rows, Counter[str]]:
     """All usable rows of the files, in their order, cut to config.max_length tokens; and what was dropped, by reason.
+    Of the records only every `every`-th, where not all are wanted.
 
     A record (one per line) that cannot be used counts once, and so does a row with fewer than config.min_supervised
     supervised tokens. InputError names file and line of a malformed record or of an id outside the vocabulary, and
     says how many were dropped for which reason where nothing is left.
     """
     paths, dropped = list(paths), Counter[str]()
-    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped))
+    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped, every))
     if not rows:
         raise InputError(f"no training row in {', '.join(map(str, paths))}; dropped: {reasons(dropped)}")
     return rows, dropped
@@ -47,10 +50,11 @@ def _usable(
     config: DataConfig,
     vocab_size: int,
     dropped: Counter[str],
+    every: int,
 ) -> Iterator[Row]:
     least, most = config.min_supervised, config.max_length
     for path in paths:
-        for where, record in read_records(path):
+        for where, record in itertools.islice(read_records(path), 0, None, every):
             try:
                 needed = None if layout(record) == "prompt_ids" else get()
                 made = training_rows(record, needed, stop_ids, config.thinking)
