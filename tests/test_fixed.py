@@ -31,8 +31,8 @@ class Counting:
 )
 def test_compiled_decoding_is_decoding(family, kind):
     """Tokens, rounds and finish are those of ragged passes: greedy and sampled, verify_all and threshold, plain
-    decoding too, with refill, past a window. The target needs a program for one place and one for a block, the drafter one,
-    whatever runs follow."""
+    decoding too, with refill, past a window. The target needs a program for one place and one for a block, the drafter
+    one, whatever runs follow."""
     plain, fixed = target(family), Target(hf_model(family))
     drafters = [make_drafter(kind, t, sliding_window=7) for t in (plain, fixed)]
     backends = Counting(), Counting()
