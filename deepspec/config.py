@@ -58,6 +58,8 @@ class DataConfig(Checked):
     """Rows with fewer supervised tokens are dropped and counted."""
     thinking: Literal["on", "off", "auto"] = "auto"
     """Passed to the chat template as enable_thinking; auto passes nothing."""
+    malformed: Literal["error", "skip"] = "error"
+    """What a line that is no record is: an error that names it, or counted and read over."""
     pack_tokens: int | None = None
     """Rows packed side by side into sequences of at most this many tokens; None: a row is a sequence. Batch sizes, and
     a block drafter's num_anchors, count per sequence either way."""

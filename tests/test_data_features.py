@@ -475,7 +475,7 @@ def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
     file, folder = run
     before = sorted(folder.rglob("*"))
     rows = [{"prompt_ids": [1, 2], "answer_ids": [3] * 18}] * 40 + [{"prompt_ids": [1], "answer_ids": [2] * 39}] * 40
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": i, **r}) + "\n" for i, r in enumerate(rows)))
     code, out, _ = command(
         capsys, "plan", "--config", file, "--set", f"data.path={tmp_path / 'd.jsonl'}", "--sample", 20, "--seconds", 0.2
     )
