@@ -238,9 +238,12 @@ def _render(
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    # A template writes its own BOS. verbose=False: no warning about rows beyond the context, they are cut later.
+    # A template writes its own BOS. Rows beyond the model's context are cut later, so no warning about them.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if backend is None or backend.truncation or backend.padding:  # the call below takes these settings back
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # a third less time
     except TypeError:  # JSON can escape half of a surrogate pair
         raise Skip("text that is not valid Unicode") from None
 

@@ -87,7 +87,7 @@ def _complete(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a run that began before some of them existed."""
     return settings | {
         "train": {"init": "random", "optimizer": "adamw"} | settings["train"],
-        "data": {"pack_tokens": None, "features": "live", "max_refused": 0.01} | settings["data"],
+        "data": {"pack_tokens": None, "features": "live", "max_refused": 0.01, "malformed": "error"} | settings["data"],
     }
 
 
