@@ -23,7 +23,7 @@ import torch
 import deepspec
 from deepspec.data.prompts import load_prompts
 from deepspec.eval.clock import Clock
-from deepspec.eval.settings import EvalConfig
+from deepspec.eval.settings import make_schedule
 
 
 def hf_generate(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -61,7 +61,7 @@ class Ours:
         self.generations = deepspec.generate(
             self.target, self.drafter, prompts, max_new_tokens=new, concurrency=batch, verify=args.verify,
             draft=args.draft, sampling=deepspec.Sampling(temperature=args.temperature), clock=self.clocks[-1],
-            schedule=EvalConfig(schedule=args.schedule).fresh_schedule(),
+            schedule=make_schedule(args.schedule),
         )  # fmt: skip
         return [g.tokens for g in self.generations]
 
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 there is no generate to compare with")
     parser.add_argument("--no-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--schedule", default="verify_all")
+    parser.add_argument("--compile", action="store_true", help="rounds in fixed shapes through torch.compile")
     parser.add_argument("--verify", default="token", choices=["token", "block"])
     parser.add_argument("--draft", default="sample", choices=["sample", "greedy"])
     parser.add_argument("--dtype", default="bfloat16")
@@ -178,11 +179,15 @@ def main() -> None:
     args = parser.parse_args()
 
     target = deepspec.Target.load(args.target, dtype=args.dtype)
+    if args.compile:
+        target.compile()
     loaded = load_prompts(Path(args.prompts), target.tokenizer)
     loaded = loaded[: args.requests or max(2, *args.batch)]
     width = min(32, *(len(p.prompt_ids) for p in loaded))
     every = [p.prompt_ids[:width] for p in loaded]
     drafters = {Path(d).parent.name or d: deepspec.load_drafter(d, target) for d in args.drafter}
+    for drafter in drafters.values() if args.compile else ():
+        drafter.compile()
     print(f"{args.target}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"{len(every)} prompts of {width} tokens, {args.new} new, temperature {args.temperature:g}, "
           f"{args.schedule}, {args.verify}, {args.draft}")  # fmt: skip
