@@ -66,8 +66,8 @@ def acceptance_by_slot(rows: Sequence[Row]) -> Any:
 
 
 def acceptance_by_domain(rows: Sequence[Row], always: bool = False) -> Any:
-    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper). None where each domain
-    is one task, whose own picture shows the same, unless `always`."""
+    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper). None where each
+    domain is one task, whose own picture shows the same, unless `always`."""
     domains, temperatures = _seen(rows, "domain"), _seen(rows, "temperature")
     if not always and len(domains) == len(_seen(rows, "task")):
         return None
