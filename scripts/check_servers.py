@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=cache.cache_dir("smollm2-135m-instruct"))
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--n", type=int, default=200, help="prompts (default 200)")
+    parser.add_argument("--again", type=int, help="prompts of the second pass (default: as many)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
     parser.add_argument("--concurrency", type=int, default=48)
@@ -39,31 +40,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory; what is there already is gone on with")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    n_again = args.n if args.again is None else args.again
     with real_server(args) as url:
-        first = [answers(args, [url], "first.jsonl", kill_at=(args.n // 4, args.n // 2))]
+        first = answers(args, [url], "first.jsonl", args.n, kill_at=(args.n // 4, args.n // 2))
         with failing_server(url) as (second, served):
-            again = answers(args, [second, url], "again.jsonl")
-    rows, repeated = (read(args.out / name, args.n) for name in ("first.jsonl", "again.jsonl"))
-    if rows != repeated:
-        different = [i for i in rows if rows[i] != repeated.get(i)]
+            again = answers(args, [second, url], "again.jsonl", n_again)
+    rows, repeated = read(args.out / "first.jsonl", args.n), read(args.out / "again.jsonl", n_again)
+    if different := [i for i in repeated if rows.get(i) != repeated[i]]:
         raise InputError(f"{len(different)} rows differ between the two passes, the first {different[0]}")
     report = {
-        "prompts": args.n,
-        "seconds": {"killed twice": sum(first), "with a failing server": again},
+        "prompts": [args.n, n_again],
+        "seconds": {"killed twice": first, "with a failing server": again},
         "requests to the failing server": dict(zip(("all", "failed"), served)),
         "first": read_manifest(args.out / "first.jsonl"),
         "again": read_manifest(args.out / "again.jsonl"),
     }
     cache.write_text(args.out / "report.json", json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
-    print(f"{args.n} rows, each once, the same in both passes")
+    print(f"{args.n} rows, each once; {n_again} again, the same")
 
 
-def answers(args: argparse.Namespace, urls: list[str], name: str, kill_at: tuple[int, ...] = ()) -> float:
+def answers(args: argparse.Namespace, urls: list[str], name: str, n: int, kill_at: tuple[int, ...] = ()) -> float:
     """Run `deepspec.data answers` to its end, after a SIGKILL at each number of rows in `kill_at`. Its seconds."""
     out, began = args.out / name, time.monotonic()
     command = [sys.executable, "-m", "deepspec.data", "answers", "--target", str(args.target), "--out", str(out)]
-    command += ["--prompts", *map(str, args.prompts), "--limit", str(args.n), "--temperature", "0"]
+    command += ["--prompts", *map(str, args.prompts), "--limit", str(n), "--temperature", "0"]
     command += ["--max-new-tokens", str(args.max_new_tokens), "--dtype", args.dtype]
     command += ["--concurrency", str(args.concurrency), "--server", *urls]
     for rows in (*kill_at, None):
