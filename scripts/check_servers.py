@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--replay",
         action="store_true",
-        help="in the second pass, servers repeat the first pass's replies: the real one's bfloat16 depends on the batch",
+        help="in the second pass, servers repeat the first one's replies: the real one's bfloat16 depends on the batch",
     )
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
