@@ -14,7 +14,8 @@ import deepspec.modeling.loading as loading
 from deepspec import cli
 from deepspec.checked import InputError
 from deepspec.eval import __main__ as command
-from deepspec.eval import evaluator
+from deepspec.eval import evaluator, plots
+from deepspec.eval.drafters import named
 from deepspec.modeling.dflash import DFlashConfig
 
 SLOTS = 3
@@ -37,6 +38,10 @@ class FakeDrafter(torch.nn.Module):
         self.name, self.accepts, self.lies = name, accepts, lies
         self.vocab = torch.nn.Linear(4, 4)
         self.own = torch.nn.Linear(3, 2, bias=False)
+        self.compiled = 0
+
+    def compile(self):
+        self.compiled += 1
 
 
 class FakeTarget:
@@ -44,7 +49,10 @@ class FakeTarget:
     vocab, spec = SimpleNamespace(size=100), SimpleNamespace(max_positions=200)
 
     def __init__(self, dtype):
-        self.dtype = dtype
+        self.dtype, self.tokenizer, self.compiled = dtype, None, 0
+
+    def compile(self):
+        self.compiled += 1
 
     def open(self, rows, max_length):
         scores = torch.zeros(1, 1, 100)
@@ -67,6 +75,7 @@ class World:
         name = "baseline" if drafter is None else drafter.name
         timed = clock is not None
         self.calls.append({"name": name, "prompts": prompts, "seeds": seeds, "timed": timed, "dtype": target.dtype})
+        self.calls[-1]["compiled"] = target.compiled
         self.calls[-1] |= {"sampling": sampling, "max_new_tokens": max_new_tokens, **rest}
         for i, prompt in reversed(list(enumerate(prompts))):  # requests finish in any order
             shift = seeds[i] if sampling.temperature else 0
@@ -129,6 +138,7 @@ def test_files_and_figures(world, place, capsys):
         assert r["verified_per_round"] == 3 and r["rounds"] == 20 * 12 / tau
         assert r["accept_rates_conditional"] == ([1, 0, None] if tau == 2 else [1, 1, 0])
         assert r["accept_rates_prefix"] == ([1, 0, 0] if tau == 2 else [1, 1, 0])
+        assert r["wasted_per_round"] == 3 - r["accepted_per_round"] == 4 - tau
         assert r["greedy_equal"] == {"equal": 20, "total": 20, "dtype": "float32", "differ": []}
         assert r["speedup"] == pytest.approx(r["tokens_per_second"] / r["baseline_tokens_per_second"])
         assert r["tokens_per_second"] == pytest.approx(20 * 13 / r["wall_seconds"])
@@ -157,12 +167,17 @@ def test_files_and_figures(world, place, capsys):
     for text in (page, out):
         assert "greedy float32 output equal to the baseline's: dflash 20/20, dspark 20/20" in text
         assert "dspark is above dflash beyond the 95 % interval" in text
-    names = {"results.json", "results.md", "generations.jsonl"}
-    assert names <= {p.name for p in (place / "out").iterdir()} <= names | {"acceptance.png"}
+    names = {"results.json", "results.csv", "results.md", "results.html", "generations.jsonl", "progress"}
+    drawn = {"tau.png", "acceptance.png", "time.png"} if plots.available() else set()
+    assert {p.name for p in (place / "out").iterdir()} == names | drawn
 
 
 def test_contenders_take_turns_with_equal_prompts_seeds_and_sampling(world, place):
-    command.run(arguments(place, "--temperature", "0.7", "--top-p", "0.9", "--seed", "100", "--repeats", "2"))
+    command.run(
+        arguments(
+            place, "--temperature", "0.7", "--top-p", "0.9", "--seed", "100", "--repeats", "2", "--concurrency", "2"
+        )
+    )
     timed = [c for c in world.calls if c["timed"]]
     b, f, s = "baseline", "dflash", "dspark"
     turns = [[b, f, s], [f, s, b], [s, b, f]]
@@ -193,6 +208,21 @@ def test_the_check_runs_first_in_float32_and_warm_up_is_not_timed(world, place):
     assert rows_of(place)[0]["greedy_equal"]["total"] == 5
 
 
+def test_compiled_rounds_meet_every_shape_before_they_are_timed(world, place):
+    """--compile: the check stays as it is; target and drafters are compiled once, and each timed run is preceded by
+    the same run untimed, with its prompts and budget. Repeats need that once."""
+    command.run(arguments(place, "--equality", "5", "--compile", "--repeats", "2"))
+    assert [c["compiled"] for c in world.calls[:3]] == [0] * 3 and all(c["compiled"] == 1 for c in world.calls[3:])
+    assert [world.drafters[d].compiled for d in ("dflash", "dspark")] == [1, 1]
+    seen = []
+    for call in world.calls[3:]:
+        key = (call["name"], call["prompts"], call["seeds"], call["max_new_tokens"])
+        assert not call["timed"] or key in seen
+        seen.append(key)
+    timed = sum(c["timed"] for c in world.calls)
+    assert len(world.calls) - 3 - 3 == timed + timed // 2  # three checks, three warm-ups
+
+
 def test_one_copy_serves_where_the_dtype_is_float32(world, place):
     command.run(arguments(place, "--dtype", "float32"))
     assert [dtype for *_, dtype in world.loads] == ["float32"]
@@ -202,8 +232,8 @@ def test_a_drafter_that_changes_the_output_is_found_and_its_speed_marked(world, 
     command.run(arguments(place, drafters=("liar", "dspark")))
     liar, dspark = rows_of(place)
     assert liar["greedy_equal"]["equal"] == 10 and dspark["greedy_equal"]["equal"] == 20
-    assert liar["greedy_equal"]["differ"][0] == {"id": "p0", "index": 12, "margin": 0.25}
-    assert [d["margin"] for d in liar["greedy_equal"]["differ"]] == [0.25] * 8 + [None] * 2
+    assert liar["greedy_equal"]["differ"][0] == {"id": "p0", "turn": 0, "index": 12, "margin": 0.25}
+    assert [d["id"] for d in liar["greedy_equal"]["differ"]] == [f"p{i}" for i in range(0, 20, 2)]
     out = capsys.readouterr().out
     assert "liar 10/20, dspark 20/20" in out and "speed-up not proven lossless for liar:" in out
 
@@ -220,13 +250,12 @@ def test_skipping_the_check_is_said(world, place, capsys):
 def test_results_of_finished_tasks_outlive_a_crash(world, place, monkeypatch):
     other = place / "other.jsonl"
     other.write_text((place / "task.jsonl").read_text())
-    measure, seen = evaluator.measure, []
+    measure = evaluator.measure
 
-    def crashing(*args):
-        seen.append(args)
-        if len(seen) == 2:
+    def crashing(models, work, task, *rest):
+        if task.name == "other":
             raise KeyboardInterrupt
-        return measure(*args)
+        return measure(models, work, task, *rest)
 
     monkeypatch.setattr(evaluator, "measure", crashing)
     args = arguments(place)
@@ -269,7 +298,7 @@ def replace(flag, value):
 MISTAKES = {
     "unknown flag": (lambda place, args: [*args, "--temprature", "1"], "--temprature"),
     "no such task": (replace("--tasks", "{place}/nope.jsonl"), "nope.jsonl"),
-    "benchmark of later": (replace("--tasks", "aime25"), "'aime25' is not built in yet"),
+    "benchmark without a network": (replace("--tasks", "aime25"), "'aime25' could not be fetched"),
     "empty task": (change("task.jsonl", ""), "task.jsonl is empty"),
     "broken line": (change("task.jsonl", '{"id": "a", "prompt_ids": [3]}\n{"id": \n'), "task.jsonl, line 2"),
     "no such drafter": (replace("--drafter", "{place}/nope"), "nope"),
@@ -280,7 +309,7 @@ MISTAKES = {
         "different targets (some/target, b)",
     ),
     "schedule": (replace("--schedule", "threshold:1.5"), "threshold:X with X in [0, 1]"),
-    "schedule name": (replace("--schedule", "fast"), "'fast' must be verify_all or threshold:X"),
+    "schedule name": (replace("--schedule", "fast"), "'fast' must be verify_all, threshold:X"),
     "temperature": (replace("--temperature", "-1"), "temperature must be >= 0"),
     "temperatures": (lambda place, args: [*args, "--temperature", "1", "1.0"], "given twice"),
     "budget": (replace("--max-new-tokens", "0"), "max_new_tokens must be >= 1"),
@@ -307,7 +336,6 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_left(mistake, world, plac
 
 
 def test_names_of_drafters():
-    named = command.named
     assert named(["runs/a", "runs/b/"]) == {"a": "runs/a", "b": "runs/b/"}
     assert named(["runs/a/drafter"]) == {"a": "runs/a/drafter"}
     assert list(named(["x/one/final", "x/two/final", "mine=z"])) == ["one/final", "two/final", "mine"]
@@ -318,12 +346,12 @@ def test_names_of_drafters():
 
 
 def test_a_missing_picture_is_one_line_and_the_rest_is_written(world, place, monkeypatch, capsys):
-    from deepspec.eval import plots
-
-    monkeypatch.setattr(plots, "acceptance_by_slot", lambda rows, path: False)
+    monkeypatch.setattr(plots, "available", lambda: False)
     command.run(arguments(place))
     assert capsys.readouterr().err.count(plots.MISSING) == 1
-    assert "acceptance.png" not in (place / "out" / "results.md").read_text()
+    assert not list((place / "out").glob("*.png"))
+    for name in ("results.md", "results.html"):
+        assert ".png" not in (place / "out" / name).read_text() and "<img" not in (place / "out" / name).read_text()
 
 
 def test_a_real_target_and_drafters_of_random_weights(tmp_path, capsys):
@@ -378,34 +406,6 @@ def test_a_real_target_and_drafters_of_random_weights(tmp_path, capsys):
     ]
     assert greedy[0] == greedy[1]
     assert "dflash 9/9, dspark 9/9" in capsys.readouterr().out
-
-
-def test_benchmarks_become_files(tmp_path, monkeypatch):
-    import datasets
-
-    from deepspec.eval.tasks import find_tasks
-
-    asked = []
-
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
-        return datasets.Dataset.from_dict({"question": [f"q{i}" for i in range(600)]})
-
-    monkeypatch.setenv("DEEPSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for _ in range(2):  # the second time from the cache
-        (task,) = find_tasks(["gsm8k"])
-        records = [json.loads(line) for line in task.path.read_text().splitlines()]
-        assert task.name == "gsm8k" and len(records) == 500
-        assert records[0] == {"id": "gsm8k-0", "turns": ["q0"]}
-    assert asked == [("openai/gsm8k", "main", "test")]
-
-    def offline(*args, **kwargs):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(InputError, match=r"math500.*no route.*pass a JSONL"):
-        find_tasks(["math500"])
 
 
 def test_help_is_quick_and_loads_no_torch():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ from ..modeling.target import Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
 from .schedule import Choosy, Schedule
 from .verify import Rule, Verdict, agree, verify
+
+OnRound = Callable[[Sequence[int], Sequence[int]], object]
+"""Drafts verified and tokens committed, of each row."""
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Settings:
     """Requests in flight."""
     record: bool
     clock: Any
+    on_round: OnRound | None = None
 
 
 class Loop:
@@ -164,7 +168,8 @@ class Loop:
         with self._timed("verify"):
             drafts = admitted.tolist()
             counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
-            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
+            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)
+            tokens = tokens if self.session.fixed else tokens[:, : max(counts)]
             scored = self.session.score(tokens, counts)
             verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), chance)
             following = verdict.next_token[:, None]
@@ -179,6 +184,8 @@ class Loop:
             with self._timed("draft"):
                 width = max(kept)
                 self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
+        if self.settings.on_round is not None:
+            self.settings.on_round([max(n - 1, 0) for n in counts], kept)
         confidence = proposal.confidence.tolist() if self.settings.record and G else [[0.0] * self.slots] * self.rows
         for row in range(self.rows):
             if on[row]:

@@ -106,6 +106,11 @@ class DrafterConfig(Checked, ABC):
         """Whether the drafter will have a confidence head to train."""
         return False
 
+    @property
+    def confidence_temperatures(self) -> tuple[float, ...]:
+        """What divides each slot's confidence logit [G]; empty: as trained."""
+        return ()
+
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         """ConfigError where these settings cannot fit a target of `num_layers` layers and `vocab_size` embedding rows.
 
@@ -174,6 +179,11 @@ class Drafter(nn.Module, ABC):
         """Logit of each slot's conditional survival, [..., G]; `certain(prev)` without a head."""
 
     # -- decoding ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """From now on, draft in passes of one shape, compiled at the first of each; options are torch.compile's. What
+        has no fixed shape stays as it is."""
 
     @abstractmethod
     def new_state(self, rows: int, max_length: int) -> Any:
