@@ -18,7 +18,10 @@ def add_prompts(commands: argparse._SubParsersAction) -> None:
     )
     p.set_defaults(run=prompts)
     p.add_argument(
-        "source", nargs="*", default=[PERFECTBLEND], help="JSONL, Parquet, or org/name[:config][@revision] of the hub"
+        "source",
+        nargs="*",
+        default=[PERFECTBLEND],
+        help="JSONL, Parquet, org/name[:config][@revision] of the hub, or a benchmark's name",
     )
     p.add_argument(
         "--out", required=True, type=Path, help="JSONL file; X.jsonl's held-out prompts go to X.held-out.jsonl"
