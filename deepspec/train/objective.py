@@ -82,10 +82,10 @@ class Objective(nn.Module):
         if self.config.reduce == "slot":
             return decay, decay.sum()
         # each document's weights sum to one
-        document = batch.documents.flatten()[slots.place]
-        _, group = torch.unique(
-            torch.stack([slots.place // batch.tokens.shape[1], document]), dim=1, return_inverse=True
-        )
+        document = batch.documents
+        span = document.max() - document.min() + 1
+        number = torch.arange(len(document), device=document.device)[:, None] * span + document
+        _, group = torch.unique(number.flatten()[slots.place], return_inverse=True)
         documents = int(group.max()) + 1 if len(group) else 0
         total = decay.new_zeros(documents).index_add(0, group, decay)
         return decay / total[group], total.new_tensor(float(documents))
@@ -155,15 +155,21 @@ class _Divergence(torch.autograd.Function):
         exact = torch.promote_types(h.dtype, torch.float32)
         with torch.autocast(device, enabled=False):
             positions, which, sizes = torch.unique_consecutive(place, return_inverse=True, return_counts=True)
-            out = _Buffers.make(h, r, w2, exact, grad)
-            head, last = vocab.draft_head.to(fast), w2.to(fast)
+            ends = [0, *sizes.cumsum(0).tolist()]
             label, known = vocab.to_draft(label)
-            for p0, p1, s0, s1 in _chunks(sizes.tolist(), config.chunk):
+            C = min(config.chunk, len(h))
+            out = _Buffers.make(h, r, w2, exact, grad)
+            buffers = tuple(h.new_empty(C, vocab.draft_size, dtype=exact) for _ in range(3))
+            work = _Work(vocab.draft_head.to(fast), w2.to(fast), vocab.softcap, buffers)
+            for p0 in range(0, len(positions), C):
+                p1 = min(p0 + C, len(positions))
                 p, mass = vocab.keep(_softmax_(vocab.target_logits(teacher[positions[p0:p1]]).to(exact)))
-                out.add(
-                    slice(s0, s1), h[s0:s1].to(fast), r[s0:s1].to(fast), head, last, vocab.softcap, p, mass,
-                    which[s0:s1] - p0, label[s0:s1], None if known is None else known[s0:s1], weight[s0:s1], config,
-                )  # fmt: skip
+                for s0 in range(ends[p0], ends[p1], C):
+                    cut = slice(s0, min(s0 + C, ends[p1]))
+                    out.add(
+                        cut, h[cut].to(fast), r[cut].to(fast), work, p, mass, which[cut] - p0, label[cut],
+                        None if known is None else known[cut], weight[cut], config,
+                    )  # fmt: skip
         ctx.grads = out.gradients()
         loss = (out.loss * weight).sum()
         ctx.mark_non_differentiable(out.ce, out.kl, out.l1)
@@ -177,6 +183,34 @@ class _Divergence(torch.autograd.Function):
         h, r, w2 = ctx.grads
         ctx.grads = None  # so that autograd may take the buffers over instead of copying them
         return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 7
+
+
+@dataclass
+class _Work:
+    """What every chunk multiplies with, and its memory, which the next one takes over."""
+
+    head: Tensor
+    """[Vd, D]."""
+    w2: Tensor
+    """[Vd, R]."""
+    softcap: float | None
+    buffers: tuple[Tensor, ...]
+    """Three of [chunk, Vd]."""
+
+    def logits(self, h: Tensor, r: Tensor, out: Tensor) -> Tensor | None:
+        """Logits [C, Vd] of h [C, D], r [C, R] into `out`; returns the cap's slope where there is one."""
+        slope = None
+        if h.dtype == out.dtype:
+            torch.mm(h, self.head.T, out=out)
+        else:
+            out.copy_(h @ self.head.T)
+        if self.softcap is not None:
+            tanh = torch.div(out, self.softcap).tanh_()
+            torch.mul(tanh, self.softcap, out=out)
+            slope = tanh.square_().neg_().add_(1)
+        if self.w2.numel():
+            out.addmm_(r, self.w2.T) if r.dtype == out.dtype else out.add_(r @ self.w2.T)
+        return slope
 
 
 @dataclass
@@ -203,24 +237,18 @@ class _Buffers:
         return self.d_h, self.d_r, self.d_w2
 
     def add(
-        self, cut: slice, h: Tensor, r: Tensor, head: Tensor, w2: Tensor, softcap: float | None, p: Tensor,
-        mass: Tensor | None, which: Tensor, label: Tensor, known: Tensor | None, weight: Tensor, config: LossConfig,
+        self, cut: slice, h: Tensor, r: Tensor, work: _Work, p: Tensor, mass: Tensor | None, which: Tensor,
+        label: Tensor, known: Tensor | None, weight: Tensor, config: LossConfig,
     ) -> None:  # fmt: skip
         """One chunk: h [C, D], r [C, R], teacher p [P, Vd], its sum [P] where below 1, which [C] names each slot's row
-        of p; label, known [C]. In place: at most two tensors [C, Vd] beside p are alive."""
+        of p; label, known [C]. Everything [C, Vd] is in `work`."""
         c = config
-        logits = F.linear(h, head).to(p.dtype)
-        tanh = None
-        if softcap is not None:
-            tanh = (logits / softcap).tanh_()
-            logits = tanh * softcap
-        if w2.numel():
-            logits = logits.addmm_(r, w2.T) if r.dtype == logits.dtype else logits.add_(r @ w2.T)
-        top = logits.amax(-1, keepdim=True)
-        logits.sub_(top)
+        logits, d, spare = (x[: len(h)] for x in work.buffers)
+        slope = work.logits(h, r, logits)
+        logits.sub_(logits.amax(-1, keepdim=True))
         at_label = logits.gather(-1, label[:, None])[:, 0]
-        d = p.index_select(0, which)
-        cross = torch.bmm(d[:, None], logits[..., None])[:, 0, 0] if c.kl else None
+        torch.index_select(p, 0, which, out=d)
+        cross = torch.mul(d, logits, out=spare).sum(-1) if c.kl else None
         q = logits.exp_()
         total = q.sum(-1, keepdim=True)
         q.div_(total)
@@ -230,52 +258,47 @@ class _Buffers:
         share = None if mass is None else mass[which]  # the target's mass on what can be drafted
         if cross is not None:
             self.kl[cut] = (log_total if share is None else log_total * share) - cross
-        d.neg_().add_(q)  # q - p
-        l1 = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
+        torch.sub(q, d, out=d)  # q - p
+        l1 = torch.abs(d, out=spare).sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
         self.l1[cut] = l1 if share is None else l1.add_((1 - share).clamp_(min=0))
         self.loss[cut] = c.ce * self.ce[cut] + c.kl * self.kl[cut] + c.tv * self.l1[cut]
         if self.d_h is None or self.d_r is None or self.d_w2 is None:
             return
-        # d ce = q - onehot; d kl = q sum(p) - p; d L1 = q (s - <q, s>) with s = sign(q - p)
-        pull: float | Tensor = c.ce + c.kl
+        # d ce = q - onehot; d kl = (q - p) - q (1 - sum(p)); d L1 = q (s - <q, s>) with s = sign(q - p)
+        pull: float | Tensor = c.ce
         if known is not None and share is not None:
-            pull = (c.ce * known + c.kl * share)[:, None]
+            pull = (c.ce * known - c.kl * (1 - share))[:, None]
         if c.tv:
-            sign = d.sign_()
-            mean = torch.bmm(q[:, None], sign[..., None])[:, 0]
-            g = sign.sub_(mean).mul_(c.tv).add_(pull).mul_(q)
+            g = torch.sign(d, out=spare)
+            mean = torch.mul(q, g, out=None if c.kl else d).sum(-1, keepdim=True)
+            g.sub_(mean).mul_(c.tv).add_(pull).mul_(q)
+            if c.kl:
+                g.add_(d, alpha=c.kl)
+        elif c.kl:
+            g = d.mul_(c.kl)
+            if isinstance(pull, Tensor) or pull:
+                g.add_(q.mul_(pull))
         else:
-            g = torch.mul(q, pull, out=d)
-        if c.kl:
-            g.sub_(torch.index_select(p, 0, which, out=q), alpha=c.kl)
+            g = q.mul_(pull)
         if c.ce:
             push = g.new_full((len(label), 1), -c.ce)
             g.scatter_add_(-1, label[:, None], push if known is None else push.mul_(known[:, None]))
-        g.mul_(weight[:, None])
-        if w2.numel():
+        # a slot's weight multiplies what its row of g becomes, which is narrower than the row
+        weight = weight[:, None]
+        if work.w2.numel():
             g_fast = g.to(r.dtype)
-            self.d_r[cut] = g_fast @ w2
+            self.d_r[cut] = (g_fast @ work.w2).mul_(weight)
+            weighted = (r * weight).to(r.dtype)
             if self.d_w2.dtype == g_fast.dtype:
-                self.d_w2.addmm_(g_fast.T, r)
+                self.d_w2.addmm_(g_fast.T, weighted)
             else:
-                self.d_w2.add_(g_fast.T @ r)
-        if tanh is not None:
-            g.mul_(1 - tanh.square_())  # the cap is on the base logits only
-        self.d_h[cut] = g.to(h.dtype) @ head
+                self.d_w2.add_(g_fast.T @ weighted)
+        if slope is not None:
+            g.mul_(slope)  # the cap is on the base logits only
+        self.d_h[cut] = (g.to(h.dtype) @ work.head).mul_(weight)
 
 
 def _softmax_(logits: Tensor) -> Tensor:
     """Softmax in place over the last dimension."""
     logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     return logits.div_(logits.sum(-1, keepdim=True))
-
-
-def _chunks(sizes: list[int], limit: int) -> list[tuple[int, int, int, int]]:
-    """Cut positions of sizes[p] slots into chunks of at most `limit` slots (or one position): p0, p1, s0, s1."""
-    cuts, p0, s0, s1 = [], 0, 0, 0
-    for p, size in enumerate(sizes):
-        if s1 > s0 and s1 + size - s0 > limit:
-            cuts.append((p0, p, s0, s1))
-            p0, s0 = p, s1
-        s1 += size
-    return [*cuts, (p0, len(sizes), s0, s1)] if s1 > s0 else cuts
