@@ -8,9 +8,9 @@ import torch
 from helpers import chi_square_p
 
 from deepspec import ConfigError, Sampling
-from deepspec.sampling import ACCEPT, ANCHOR, DRAFT, TARGET, draw, uniforms
+from deepspec.sampling import ACCEPT, ANCHOR, DRAFT, TARGET, draw, slot_streams, uniforms
 
-STREAMS = (DRAFT, ACCEPT, TARGET, ANCHOR)
+STREAMS = (DRAFT, ACCEPT, TARGET, ANCHOR, *slot_streams(DRAFT, 2)[1:].tolist(), *slot_streams(ACCEPT, 2)[1:].tolist())
 
 
 def reference(logits: list[float], s: Sampling) -> list[float]:
@@ -197,17 +197,23 @@ def test_uniforms_are_uniform():
 
 def test_streams_are_uncorrelated():
     """Pairs of streams, of neighbouring seeds, of neighbouring positions: chi-square of the pair over 16 x 16 cells.
-    Fixed seeds; fresh ones would fail in 1 of 10,000 for each of 12 tests."""
+    Fixed seeds; fresh ones would fail in 1 of 10,000 for each of 21 tests."""
     seeds, places = torch.arange(200)[:, None], torch.arange(300)
     grids = {s: uniforms(seeds, places, s) for s in STREAMS}
     pairs = [(grids[a], grids[b]) for a, b in itertools.combinations(STREAMS, 2)]
-    # a proposal at p is judged by the coin at p; the token after a refusal is drawn with the anchor's
+    # one anchor's draft, coin and own token have a number each, and so have two anchors after each other
     pairs += [(grids[s][:, 1:], grids[s][:, :-1]) for s in STREAMS[:3]] + [
         (grids[s][1:], grids[s][:-1]) for s in STREAMS[:3]
     ]
     for a, b in pairs:
         cells = (a * 16).long() * 16 + (b * 16).long()
         assert chi_square_p(torch.bincount(cells.flatten(), minlength=256), torch.ones(256)) > 1e-4
+
+
+def test_every_slot_has_a_stream_of_its_own():
+    """Streams of 300 slots of drafts and coins, and the two without slots, are all different."""
+    streams = [*slot_streams(DRAFT, 300).tolist(), *slot_streams(ACCEPT, 300).tolist(), TARGET, ANCHOR]
+    assert len(set(streams)) == 602 and streams[0] == DRAFT and streams[300] == ACCEPT
 
 
 def test_requests_do_not_share_numbers():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import deepspec
 from deepspec.train import init, optim
-from deepspec.train.loop import build_drafter
+from deepspec.train.setup import build_drafter
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..checked import InputError
 from .attention import attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
 from .loading import load_model, load_tokenizer, stop_ids
+from .packed import pack
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -58,6 +59,7 @@ class Target:
             embed_scale=family.embed_scale,
         )
         self._decoder = model.get_decoder()
+        pack(self._decoder)
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
@@ -91,11 +93,19 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Features [B, T, L * D] and hidden [B, T, D] of whole sequences tokens [B, T], row b of counts[b] tokens;
         zeros after a row's end. Nothing is computed for padding, and no logits are formed."""
-        self._check_layers(target_layer_ids)
         ragged = Ragged(as_list(counts), tokens.device)  # type: ignore[arg-type]
-        view = _Pass(ragged, [0] * len(ragged.counts), None)
-        features, hidden = self._run(view, ragged.pack(tokens), tuple(target_layer_ids))
+        features, hidden = self.packed_features(ragged.pack(tokens), ragged.counts, target_layer_ids)
         return ragged.unpack(features, tokens.shape[1]), ragged.unpack(hidden, tokens.shape[1])
+
+    @torch.no_grad()
+    def packed_features(
+        self, tokens: Tensor, counts: Sequence[int], target_layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`features` of sequences that follow each other without padding: tokens [N], counts[b] of each -> features
+        [N, L * D] and hidden [N, D]."""
+        self._check_layers(target_layer_ids)
+        view = _Pass(Ragged(list(counts), tokens.device), [0] * len(counts), None)
+        return self._run(view, tokens, tuple(target_layer_ids))
 
     def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies."""
@@ -173,8 +183,9 @@ class Session:
             parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
         if last_only:
-            last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
-            logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
+            last = on_device(count_list, tokens.device).sub(1).clamp(min=0)
+            newest = hidden[torch.arange(B, device=tokens.device), last] if S else hidden.new_zeros(B, hidden.shape[-1])
+            logits = self.target.vocab.logits(newest)[:, None]
         elif ragged.full:
             logits = self.target.vocab.logits(hidden)
         else:
@@ -215,18 +226,21 @@ class _Pass:
         starts = [lengths[b] for b in live]
         self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
         self.fresh = not any(starts)  # nothing in the cache yet: plain causal attention among the new tokens
-        start = torch.tensor(lengths, device=device)
+        start = on_device(lengths, device)
         self.positions = start[ragged.rows] + ragged.columns
         self.ignored = torch.empty(1, 1, 1, 1, device=device)
         """A 4-D mask stops transformers from making one; our attention does not read it."""
         everyone = len(live) == len(ragged.counts)
-        self.alone = torch.tensor(live, device=device) if not everyone else None
+        self.alone = on_device(live, device) if not everyone else None
         self._solo = (live[0], starts[0]) if cache is not None and len(live) == 1 and not self.fresh else None
         """The row that is alone, and where it starts: its keys are a plain slice."""
         self.where = None if cache is None or self._solo else ragged.rows * cache.capacity + self.positions
         # the padded grid of attention holds live rows only
         self.grid = ragged if everyone else Ragged([ragged.counts[b] for b in live], device)
         self._starts = start if everyone else start[live]
+        self._apart = device.type == "cpu" and not self.grid.full
+        """Rows of unequal length attend one by one: on a CPU padding costs more than calls."""
+        self._cuts = [(sum(self.grid.counts[:i]), n) for i, n in enumerate(self.grid.counts)]
         self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -235,10 +249,17 @@ class _Pass:
         if self._solo is not None and self.cache is not None:
             k, v = self.cache.extend(layer, *self._solo, k, v)
             return attend(q, k, v, self._mask(window), scale).transpose(1, 2)
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        packed = q, k, v
+        q, k, v = (x[0].transpose(0, 1) for x in packed)
         grid = self.grid
         if self.cache is not None and self.where is not None:
             self.cache.write(layer, self.where, k, v)
+        if self.fresh and self._apart and (window is None or grid.width <= window):
+            seen = []
+            for start, count in self._cuts:
+                own = [x.narrow(2, start, count) for x in packed]
+                seen.append(attend(own[0], own[1], own[2], None, scale, causal=True).transpose(1, 2))
+            return torch.cat(seen, 1)
         padded = grid.unpack(q).transpose(1, 2)
         if self.fresh:
             k, v = (grid.unpack(x).transpose(1, 2) for x in (k, v))

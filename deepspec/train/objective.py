@@ -1,20 +1,19 @@
 """One training objective for every drafter: four weighted terms over the supervised slots of every block.
 
-Nothing of size [slots, V] outlives a chunk. Slots are sorted by the position whose successor they predict, so that the
-target's distribution is formed once per position; loss and gradient of a chunk are formed together in the forward pass,
-and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
+Nothing of size [slots, V] outlives a chunk (divergence.py). Slots are sorted by the position whose successor they
+predict, so that the target's distribution is formed once per position; loss and gradient of a chunk are formed together
+in the forward pass, and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
 
 A drafter that keeps Vd of the target's V tokens is scored against the whole of V: a label it cannot draft has no ce
 term, kl sums over Vd, L1 counts the target's mass on the rest in full.
 
 Letters: B rows, T positions, A anchors, G slots, N supervised slots, P distinct positions of them, D hidden, R rank,
-V vocabulary (Vd of the drafter), C slots of a chunk.
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from ..config import LossConfig
 from ..modeling.drafter import Batch, Drafter, gather_slots
-from ..modeling.vocab import Vocab
+from .divergence import Divergence
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """{name: (sum, count)}: divided once, after every sum is complete."""
@@ -56,7 +55,7 @@ class Objective(nn.Module):
         h, r = hidden.flatten(0, 2)[index], rows.flatten(0, 2)[index]
         weight_N, weight = self._weights(batch, slots)
         head = r.new_empty(0, 0) if d.rows_out is None else d.rows_out
-        loss, ce, kl, l1 = _Divergence.apply(
+        loss, ce, kl, l1 = Divergence.apply(
             h,
             r,
             head,
@@ -139,166 +138,3 @@ class _Slots:
         index = index[order]
         label = gather_slots(batch.tokens, at + 1).flatten()[index]
         return _Slots(gather_slots(batch.tokens, at), mask, index, index % G, place, label)
-
-
-class _Divergence(torch.autograd.Function):
-    """Weighted sum of ce, kl and tv over slots, with its gradient formed chunk by chunk on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
-        weight: Tensor, config: LossConfig, grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """h [N, D], r [N, R], w2 [Vd, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N]."""
-        device = h.device.type
-        fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-        exact = torch.promote_types(h.dtype, torch.float32)
-        with torch.autocast(device, enabled=False):
-            positions, which, sizes = torch.unique_consecutive(place, return_inverse=True, return_counts=True)
-            ends = [0, *sizes.cumsum(0).tolist()]
-            label, known = vocab.to_draft(label)
-            C = min(config.chunk, len(h))
-            out = _Buffers.make(h, r, w2, exact, grad)
-            buffers = tuple(h.new_empty(C, vocab.draft_size, dtype=exact) for _ in range(3))
-            work = _Work(vocab.draft_head.to(fast), w2.to(fast), vocab.softcap, buffers)
-            for p0 in range(0, len(positions), C):
-                p1 = min(p0 + C, len(positions))
-                p, mass = vocab.keep(_softmax_(vocab.target_logits(teacher[positions[p0:p1]]).to(exact)))
-                for s0 in range(ends[p0], ends[p1], C):
-                    cut = slice(s0, min(s0 + C, ends[p1]))
-                    out.add(
-                        cut, h[cut].to(fast), r[cut].to(fast), work, p, mass, which[cut] - p0, label[cut],
-                        None if known is None else known[cut], weight[cut], config,
-                    )  # fmt: skip
-        ctx.grads = out.gradients()
-        loss = (out.loss * weight).sum()
-        ctx.mark_non_differentiable(out.ce, out.kl, out.l1)
-        return loss, out.ce, out.kl, out.l1
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: Tensor, *unused: Tensor) -> Any:
-        if ctx.grads is None:
-            raise RuntimeError("the objective's gradients are formed once; run it again for a second backward")
-        h, r, w2 = ctx.grads
-        ctx.grads = None  # so that autograd may take the buffers over instead of copying them
-        return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 7
-
-
-@dataclass
-class _Work:
-    """What every chunk multiplies with, and its memory, which the next one takes over."""
-
-    head: Tensor
-    """[Vd, D]."""
-    w2: Tensor
-    """[Vd, R]."""
-    softcap: float | None
-    buffers: tuple[Tensor, ...]
-    """Three of [chunk, Vd]."""
-
-    def logits(self, h: Tensor, r: Tensor, out: Tensor) -> Tensor | None:
-        """Logits [C, Vd] of h [C, D], r [C, R] into `out`; returns the cap's slope where there is one."""
-        slope = None
-        if h.dtype == out.dtype:
-            torch.mm(h, self.head.T, out=out)
-        else:
-            out.copy_(h @ self.head.T)
-        if self.softcap is not None:
-            tanh = torch.div(out, self.softcap).tanh_()
-            torch.mul(tanh, self.softcap, out=out)
-            slope = tanh.square_().neg_().add_(1)
-        if self.w2.numel():
-            out.addmm_(r, self.w2.T) if r.dtype == out.dtype else out.add_(r @ self.w2.T)
-        return slope
-
-
-@dataclass
-class _Buffers:
-    """What outlives a chunk: per-slot losses, and gradients of h, r and w2 (None where none are wanted)."""
-
-    loss: Tensor
-    ce: Tensor
-    kl: Tensor
-    l1: Tensor
-    d_h: Tensor | None
-    d_r: Tensor | None
-    d_w2: Tensor | None
-
-    @staticmethod
-    def make(h: Tensor, r: Tensor, w2: Tensor, exact: torch.dtype, grad: bool) -> _Buffers:
-        values = [h.new_zeros(len(h), dtype=exact) for _ in range(4)]
-        grads = [torch.zeros_like(x) for x in (h, r, w2)] if grad else [None] * 3
-        return _Buffers(*values, *grads)
-
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        if self.d_h is None or self.d_r is None or self.d_w2 is None:
-            return None
-        return self.d_h, self.d_r, self.d_w2
-
-    def add(
-        self, cut: slice, h: Tensor, r: Tensor, work: _Work, p: Tensor, mass: Tensor | None, which: Tensor,
-        label: Tensor, known: Tensor | None, weight: Tensor, config: LossConfig,
-    ) -> None:  # fmt: skip
-        """One chunk: h [C, D], r [C, R], teacher p [P, Vd], its sum [P] where below 1, which [C] names each slot's row
-        of p; label, known [C]. Everything [C, Vd] is in `work`."""
-        c = config
-        logits, d, spare = (x[: len(h)] for x in work.buffers)
-        slope = work.logits(h, r, logits)
-        logits.sub_(logits.amax(-1, keepdim=True))
-        at_label = logits.gather(-1, label[:, None])[:, 0]
-        torch.index_select(p, 0, which, out=d)
-        cross = torch.mul(d, logits, out=spare).sum(-1) if c.kl else None
-        q = logits.exp_()
-        total = q.sum(-1, keepdim=True)
-        q.div_(total)
-        log_total = total[:, 0].log_()
-        ce = log_total - at_label
-        self.ce[cut] = ce if known is None else ce * known
-        share = None if mass is None else mass[which]  # the target's mass on what can be drafted
-        if cross is not None:
-            self.kl[cut] = (log_total if share is None else log_total * share) - cross
-        torch.sub(q, d, out=d)  # q - p
-        l1 = torch.abs(d, out=spare).sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
-        self.l1[cut] = l1 if share is None else l1.add_((1 - share).clamp_(min=0))
-        self.loss[cut] = c.ce * self.ce[cut] + c.kl * self.kl[cut] + c.tv * self.l1[cut]
-        if self.d_h is None or self.d_r is None or self.d_w2 is None:
-            return
-        # d ce = q - onehot; d kl = (q - p) - q (1 - sum(p)); d L1 = q (s - <q, s>) with s = sign(q - p)
-        pull: float | Tensor = c.ce
-        if known is not None and share is not None:
-            pull = (c.ce * known - c.kl * (1 - share))[:, None]
-        if c.tv:
-            g = torch.sign(d, out=spare)
-            mean = torch.mul(q, g, out=None if c.kl else d).sum(-1, keepdim=True)
-            g.sub_(mean).mul_(c.tv).add_(pull).mul_(q)
-            if c.kl:
-                g.add_(d, alpha=c.kl)
-        elif c.kl:
-            g = d.mul_(c.kl)
-            if isinstance(pull, Tensor) or pull:
-                g.add_(q.mul_(pull))
-        else:
-            g = q.mul_(pull)
-        if c.ce:
-            push = g.new_full((len(label), 1), -c.ce)
-            g.scatter_add_(-1, label[:, None], push if known is None else push.mul_(known[:, None]))
-        # a slot's weight multiplies what its row of g becomes, which is narrower than the row
-        weight = weight[:, None]
-        if work.w2.numel():
-            g_fast = g.to(r.dtype)
-            self.d_r[cut] = (g_fast @ work.w2).mul_(weight)
-            weighted = (r * weight).to(r.dtype)
-            if self.d_w2.dtype == g_fast.dtype:
-                self.d_w2.addmm_(g_fast.T, weighted)
-            else:
-                self.d_w2.add_(g_fast.T @ weighted)
-        if slope is not None:
-            g.mul_(slope)  # the cap is on the base logits only
-        self.d_h[cut] = (g.to(h.dtype) @ work.head).mul_(weight)
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Softmax in place over the last dimension."""
-    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    return logits.div_(logits.sum(-1, keepdim=True))
