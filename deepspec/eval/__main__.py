@@ -142,7 +142,7 @@ def _split(text: str) -> tuple[str | None, str]:
 def target_of(drafters: dict[str, str], given: str | None) -> tuple[str, str | None]:
     """(name or path, revision) of the target: `given`, or the one that every drafter's config.json names."""
     from ..checked import InputError
-    from ..hub.native import find_drafter, read_config
+    from ..hub.files import find_drafter, read_config
 
     trained: dict[str, str | None] = {}
     for path in drafters.values():
