@@ -1,15 +1,18 @@
 """Laws of loading rows, of their order, of packing and of padding."""
 
+import copy
 import json
+import time
 
 import numpy as np
 import pytest
 import torch
+from test_data_chat import load as template_tokenizer
 
 from deepspec.checked import InputError
 from deepspec.config import DataConfig
 from deepspec.data.batches import Batches
-from deepspec.data.chat import Row
+from deepspec.data.chat import Row, training_rows
 from deepspec.data.features import Features
 from deepspec.data.loader import Loader, load_rows, sequences
 from deepspec.data.packing import OPEN, pack
@@ -178,7 +181,7 @@ def test_packing_depends_on_the_seed_alone():
 def zeros(index, made, usable=None):
     n = int(made.lengths[list(index)].sum())
     usable = torch.ones(len(index), dtype=torch.bool) if usable is None else usable
-    return Features(torch.arange(n)[:, None].float(), torch.ones(n, 1), usable)
+    return Features(torch.arange(n)[:, None].float(), torch.ones(n, 1), ~usable[:, None])
 
 
 def test_a_batch_pads_right_and_unsupervised():
@@ -200,3 +203,41 @@ def test_a_packed_batch_keeps_its_rows_apart():
     assert batch.document.tolist() == [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, -1, -1]]
     assert batch.position.tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0]]
     assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp_path, truncates):
+    """120 chats and one of 40,000 tokens: rows in the file's order, as one thread makes them, the long one cut, each
+    refusal counted; also with a tokenizer whose file asks for truncation."""
+    tokenizer = copy.deepcopy(template_tokenizer("small-qwen3"))
+    if truncates:
+        tokenizer.backend_tokenizer.enable_truncation(3)
+    chats = [[("user", f"q{i} " * (i % 7 + 1)), ("assistant", f"a{i} " * (i % 5 + 2))] for i in range(120)]
+    chats[40] = [("user", "q"), ("assistant", "word " * 8_000)]
+    chats[90] = [("user", "q"), ("robot", "a")]
+    records = [{"id": i, "messages": [{"role": r, "content": c} for r, c in chat]} for i, chat in enumerate(chats)]
+    began = time.perf_counter()
+    found, dropped = load(write(tmp_path / "r.jsonl", *records), tokenizer=tokenizer, vocab_size=10**6, max_length=500)
+    assert time.perf_counter() - began < 20 and dropped == {"unknown role 'robot'": 1}
+    ids = [i for i in range(120) if i != 90]
+    assert [row.id for row in found] == [f"{i}#0" for i in ids]
+    assert len(found[40].tokens) == 500
+    for row, i in zip(found, ids):
+        (alone,) = training_rows(records[i], tokenizer, (), "auto")
+        assert len(alone.tokens) > 3 and row == Row(alone.id, alone.tokens[:500], alone.loss_mask[:500])
+    assert len(load(tmp_path / "r.jsonl", tokenizer=tokenizer, vocab_size=10**6, max_length=500)[0]) == 119
+
+
+def test_an_error_in_one_row_stops_the_others(tmp_path):
+    """The first malformed record is named, whatever was being made beside it."""
+    records = [token_row(2, 3, id=i) for i in range(500)]
+    records[100]["answer_ids"] = "no"
+    records[300]["answer_ids"] = "no"
+    with pytest.raises(InputError, match=r"r\.jsonl, line 101: answer_ids must be"):
+        load(write(tmp_path / "r.jsonl", *records))
+
+
+def test_every_so_manieth_record(tmp_path):
+    path = write(tmp_path / "r.jsonl", *[token_row(2, 3 + i, id=i) for i in range(10)])
+    config = DataConfig(path=str(path), min_supervised=2)
+    assert [row.id for row in load_rows(config.path, None, (), config, 100, every=4)[0]] == ["0", "4", "8"]

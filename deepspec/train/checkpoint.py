@@ -85,8 +85,11 @@ def load(path: Path, drafter: Drafter, optimizer: AnyOptimizer, settings: dict[s
 
 
 def _complete(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a run that began before `train.init` and `train.optimizer` existed."""
-    return settings | {"train": {"init": "random", "optimizer": "adamw"} | settings["train"]}
+    """Settings of a run that began before some of them existed."""
+    return settings | {
+        "train": {"init": "random", "optimizer": "adamw"} | settings["train"],
+        "data": {"pack_tokens": None, "features": "live", "max_refused": 0.01, "malformed": "error"} | settings["data"],
+    }
 
 
 def differ(old: Any, new: Any, key: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from ..config import Config, as_dict
 from ..data.training import TrainingData, training_data
 from ..modeling import loading
 from ..modeling.drafter import Drafter
-from ..modeling.families import read_family
+from ..modeling.ends import Ends
 from ..modeling.target import Target
 from ..provenance import provenance
 from . import init
@@ -25,7 +25,7 @@ class Setup:
 
     config: Config
     data: TrainingData
-    target: Target
+    target: Target | Ends
     drafter: Drafter
     started: list[str]
     """Where the drafter's weights came from, a line each; empty: at random."""
@@ -48,7 +48,8 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests},
+            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests}
+            | ({} if self.data.cache is None else {"cache": self.data.cache.manifest.summary()}),
             "versions": provenance(),
         }
 
@@ -57,23 +58,15 @@ def prepare(config: Config) -> Setup:
     """Check everything, then read the target and build the drafter. InputError says what is wrong."""
     train = config.train
     init.check(train.init)
-    device = loading.pick_device(train.device)
-    hf = loading.load_config(config.target, config.target_revision)
-    read_family(hf)  # an unknown one is found before the weights are read
-    text = hf.get_text_config()
-    tokenizer = loading.load_tokenizer(config.target, revision=config.target_revision)
-    stops = loading.load_stop_ids(config.target, hf, tokenizer, config.target_revision)
-    pad = {text.pad_token_id, getattr(tokenizer, "pad_token_id", None)} - {None}
-    config.drafter.check_target(
-        num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
-    )
-    data = training_data(config, tokenizer, stops, text.vocab_size)
-    target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
+    loading.pick_device(train.device)  # one that is not there is found before anything is read
+    data = training_data(config)
+    target = data.load_target()
     drafter = build_drafter(config, target)
-    return Setup(config, data, target, drafter, init.warm_start(drafter, target, train.init))
+    started = init.warm_start(drafter, target, train.init)
+    return Setup(config, data, target if data.cache is None else Ends.of(target), drafter, started)
 
 
-def build_drafter(config: Config, target: Target) -> Drafter:
+def build_drafter(config: Config, target: Target | Ends) -> Drafter:
     """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
