@@ -5,6 +5,7 @@ Letters: R requests or users, G slots.
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from helpers import G, Planned, make_drafter, target
 
 import deepspec
 from deepspec import InputError, Sampling
+from deepspec.data.prompts import Prompt
 from deepspec.eval import arguments, calibrate, load, plots, profile, rounds
 from deepspec.eval.closed_loop import Load, serve, simulate
 from deepspec.eval.cost import Additive, Profile, load_profile
+from deepspec.eval.figures import Models
 from deepspec.eval.probing import OFF, Measured, Probe, additive, measure, number_of_rounds, table
 from deepspec.eval.schedule import threshold, verify_all
+from deepspec.eval.settings import Contender, EvalConfig
 from deepspec.eval.throughput import throughput
 from deepspec.eval.traces import Trace
 
@@ -162,7 +166,7 @@ def test_a_simulation_is_the_cost_and_the_traces():
 
 
 def test_a_simulation_without_hope_is_nearly_plain():
-    """Where nothing survives, the scheduler drafts for a row in sixteen once in sixteen rounds and pays for that."""
+    """Where nothing survives, the scheduler drafts for a row in sixteen now and then and pays for that."""
     bench = Profile(COST)
     hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=320)
     assert hopeless.tokens == 320 * 8 and hopeless.verified == 0
@@ -253,3 +257,19 @@ def test_prompts_must_fit(models):
     tgt, (_, root) = target(), models
     with pytest.raises(InputError, match="no prompt has at most 2 tokens"):
         arguments.load_prompts(root / "prompts.jsonl", tgt, tgt.spec.max_positions - 2)
+
+
+def test_an_evaluation_profiles_what_its_schedules_need(tmp_path):
+    """A cost for each drafter with a schedule that asks for one, kept in a file for the next time; none for others."""
+    tgt = target()
+    drafters = {"a": make_drafter("vanilla", tgt), "b/c": make_drafter("dflash", tgt)}
+    config = EvalConfig(concurrency=2)
+    task = SimpleNamespace(prompts=[Prompt("p", "t", [3, 1, 4], {})])
+    contenders = [Contender("baseline"), Contender("x", "a", "verify_all"), Contender("y", "b/c", "lagged")]
+    work = SimpleNamespace(config=config, tasks=[task], contenders=contenders)
+    found = profile.with_costs(Models(tgt, drafters), work, tmp_path)
+    assert list(found.costs) == ["b/c"] and found.costs["b/c"].bs_probes == (2,)
+    assert contenders[2].fresh_schedule(found.costs["b/c"]).name == "lagged"
+    (file,) = tmp_path.iterdir()
+    again = profile.with_costs(Models(tgt, drafters), work, tmp_path)
+    assert again.costs == found.costs and list(tmp_path.iterdir()) == [file]

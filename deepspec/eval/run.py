@@ -11,6 +11,7 @@ from ..config import as_dict
 from ..data.prompts import tokenizer_getter
 from ..modeling.loading import load_tokenizer
 from . import evaluator, plots, report
+from .doubts import doubts
 from .drafters import fingerprint, target_of, trained_thinking
 from .evaluator import Work, evaluate
 from .output import output, write
@@ -54,6 +55,10 @@ def evaluate_to_files(plan: Plan, config: EvalConfig) -> list[Row]:
     rows: list[Row] = []
     with output(plan.out, records), Bar() as bar:
         tasks = [task.load(tokenizer, config.thinking, config.limit) for task in tasks]
+        if share.rank == 0:
+            used = {"target": target, "target_revision": revision, "dtype": plan.dtype, "thinking": config.thinking}
+            for line in doubts(plan.drafters, tokenizer(), used):
+                print(f"warning: {line}", file=sys.stderr)
         work = Work(tasks, config, config.contenders(list(plan.drafters)), records, share)
         decides = {
             **as_dict(config),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +199,9 @@ class Eagle3(Drafter):
         return certain(prev)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Nothing: it drafts token by token."""
 
     def new_state(self, rows: int, max_length: int) -> Eagle3State:
         pack(self)
