@@ -5,6 +5,7 @@ Letters: B rows, T positions, A anchors, G slots, L tapped layers, D hidden, V v
 """
 
 import itertools
+from dataclasses import replace
 
 import matrix
 import pytest
@@ -133,7 +134,10 @@ def test_a_file_holds_the_drafter(cell, tmp_path):
     drafter = matrix.build(cell)
     drafter.save(tmp_path / "d")
     back = deepspec.load_drafter(tmp_path / "d", tgt)
-    assert back.config == drafter.config and back.spec == drafter.spec
+    assert back.config == drafter.config
+    assert replace(back.spec, rope=()) == replace(
+        drafter.spec, rope=()
+    )  # a window is written with the full layers' rope
     batch, anchors = make_batch(tgt), torch.tensor([[4, 6], [3, 9]])
     with torch.no_grad():
         assert torch.equal(laws(drafter, batch, anchors), laws(back, batch, anchors))

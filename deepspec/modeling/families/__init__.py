@@ -3,7 +3,7 @@
 To add a family, write `families/<model_type>.py` with one function:
 
     def read(config) -> Family:
-        return Family(block(config, RotaryEmbedding, head_dim=..., act=..., attn_scale=...), softcap=None)
+        return Family(block(config, RotaryEmbedding, kv_heads=..., head_dim=..., act=..., ...), softcap=None)
 
 `config` is the text config of the model, RotaryEmbedding transformers' own class for it; `block` reads what all configs
 call the same, and takes what is special about the family by name (see BlockSpec). Add a tiny config to TEXT in
@@ -66,7 +66,6 @@ def block(config: Any, rotary_class: type, layer_type: str | None = None, **own:
     usual = dict(
         dim=config.hidden_size,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
         mlp_dim=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
         inv_freq=inv_freq,

@@ -16,6 +16,7 @@ def read(config: Any) -> Family:
         config,
         Gemma3RotaryEmbedding,
         "full_attention",
+        kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         act=config.hidden_activation,
         norm_offset=1.0,

@@ -9,5 +9,5 @@ from . import Family, block
 
 def read(config: Any) -> Family:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    own = dict(head_dim=head_dim, act=config.hidden_act, attn_scale=head_dim**-0.5)
-    return Family(block(config, LlamaRotaryEmbedding, **own))
+    own = dict(kv_heads=config.num_key_value_heads, head_dim=head_dim, act=config.hidden_act)
+    return Family(block(config, LlamaRotaryEmbedding, attn_scale=head_dim**-0.5, **own))

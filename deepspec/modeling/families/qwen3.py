@@ -8,5 +8,5 @@ from . import Family, block
 
 
 def read(config: Any) -> Family:
-    own = dict(head_dim=config.head_dim, act=config.hidden_act, attn_scale=config.head_dim**-0.5)
-    return Family(block(config, Qwen3RotaryEmbedding, **own))
+    own = dict(kv_heads=config.num_key_value_heads, head_dim=config.head_dim, act=config.hidden_act)
+    return Family(block(config, Qwen3RotaryEmbedding, attn_scale=config.head_dim**-0.5, **own))
