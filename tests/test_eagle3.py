@@ -375,6 +375,46 @@ def test_anchors_are_every_position_whose_successor_is_supervised():
 # -- learning and decoding -------------------------------------------------------------------------------------------
 
 
+def overfit(tgt: Target, config: Eagle3Config, vocab=None, steps: int = 150) -> tuple[Eagle3, list[int]]:
+    """A drafter trained on one greedy answer, and the prompt that leads to it."""
+    prompt = [3, 1, 4, 1, 5]
+    answer = generate(tgt, None, [prompt], max_new_tokens=40)[0].tokens
+    tokens = torch.tensor([prompt + answer])
+    features, hidden = tgt.features(tokens, [tokens.shape[1]], config.target_layer_ids)
+    mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+    b = Batch(tokens, mask, features, hidden)
+    torch.manual_seed(0)
+    d = config.build(tgt.spec, vocab or tgt.vocab)
+    objective = Objective(d, LOSS)
+    optimizer = torch.optim.AdamW(d.parameters(), lr=3e-3, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, 2 - 2 * step / steps)
+        loss, weight, _ = objective(b)
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+    return d.eval(), prompt
+
+
+def conditional(rounds: list[tuple[int, int]], slots: int) -> list[float]:
+    """Acceptance of each slot in rounds that verified it with every earlier slot accepted."""
+    rates = []
+    for g in range(slots):
+        tried = [accepted > g for verified, accepted in rounds if verified > g and accepted >= g]
+        rates.append(sum(tried) / len(tried))
+    return rates
+
+
+def test_overfit_one_sequence_then_decode():
+    """Trained on one answer, the drafter is believed at every slot when that answer is decoded: >= 0.9."""
+    tgt = target.__wrapped__()  # its own, because it is made sharp: with near ties an argmax is not learned
+    tgt.vocab.head.data.mul_(10)
+    d, prompt = overfit(tgt, Eagle3Config(block_size=G, target_layer_ids=LAYERS))
+    out = generate(tgt, d, [prompt], max_new_tokens=40)[0]
+    assert out.tokens == generate(tgt, None, [prompt], max_new_tokens=40)[0].tokens
+    assert min(conditional(out.rounds, G)) >= 0.9, out.rounds
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_target_s(family):
     """Prompts of several lengths, refilled rows: token for token the baseline's; sampled, the same in any batch."""
