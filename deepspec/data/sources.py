@@ -47,9 +47,10 @@ def read_source(source: str, split: str, skipped: Counter[str] | None = None) ->
 
 def _file(source: str) -> str:
     """A benchmark's file, or `source` itself."""
-    from ..eval.tasks import HUB, find_tasks  # here, because it imports this package
+    from ..eval.benchmarks import BENCHMARKS
+    from ..eval.tasks import find_tasks  # here, because it imports this package
 
-    return str(find_tasks([source])[0].path) if source in HUB and not Path(source).exists() else source
+    return str(find_tasks([source])[0].path) if source in BENCHMARKS and not Path(source).exists() else source
 
 
 def source_name(source: str) -> str:
