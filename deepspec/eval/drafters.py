@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checked import InputError
-from ..hub.native import find_drafter, read_config
+from ..hub.files import find_drafter, read_config
 
 
 def named(drafters: Sequence[str]) -> dict[str, str]:

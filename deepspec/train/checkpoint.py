@@ -12,7 +12,8 @@ from typing import Any
 
 from ..cache import whole_dir
 from ..checked import ConfigError, InputError
-from ..hub.native import read_tensors, write_drafter
+from ..hub.files import read_tensors
+from ..hub.native import write_drafter
 from ..modeling.drafter import Drafter
 from .optim import AnyOptimizer
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError
-from ..hub.native import find_drafter, read_tensors
+from ..hub.files import find_drafter, read_tensors
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
 from ..modeling.target import Target
