@@ -82,7 +82,10 @@ class TrainConfig(Checked):
     batch_size: int = 512
     """Sequences an optimiser step."""
     micro_batch: int = 1
-    """Sequences a forward pass."""
+    """Sequences a forward pass of one process. Halved while training where memory runs out."""
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    """Under a launcher: every process holds all weights (ddp), or weights, gradients and optimiser are split over the
+    processes between steps (fsdp: FSDP2)."""
     warmup: float = 0.04
     """Fraction of all steps over which the learning rate rises from 0; then it falls to 0 on a cosine."""
     weight_decay: float = 0.0

@@ -101,6 +101,11 @@ class DrafterConfig(Checked, ABC):
         """Whether the drafter will have a confidence head to train."""
         return False
 
+    @property
+    def draft_size(self) -> int | None:
+        """How many of the target's tokens the drafter will draft from; None: all."""
+        return None
+
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         """ConfigError where these settings cannot fit a target of `num_layers` layers and `vocab_size` embedding rows.
 

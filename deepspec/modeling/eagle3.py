@@ -66,6 +66,10 @@ class Eagle3Config(DrafterConfig):
             f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
         )
 
+    @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
+
     def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
         return Eagle3(self, spec, vocab)
 

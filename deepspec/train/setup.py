@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -13,12 +15,15 @@ import torch
 from ..config import Config, as_dict
 from ..data.chat import Row
 from ..data.loader import load_rows
-from ..modeling import loading
+from ..hub.native import read_tensors
+from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
 from ..modeling.families import read_family
 from ..modeling.target import Target
+from ..modeling.vocab import Vocab
 from ..provenance import provenance
 from . import init
+from .checkpoint import Saved
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,14 @@ class Setup:
     def settings(self) -> dict[str, Any]:
         return as_dict(self.config)
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the rows' names and lengths in their order: other data give another one."""
+        h = hashlib.blake2b(digest_size=8)
+        for row in self.rows:
+            h.update(f"{row.id} {len(row.tokens)} {sum(row.loss_mask)}\n".encode())
+        return h.hexdigest()
+
     def provenance(self) -> dict[str, Any]:
         """What every saved drafter says about its origin."""
         manifests = {}
@@ -52,16 +65,22 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {"rows": len(self.rows), "dropped": dict(self.dropped), "manifests": manifests},
+            "data": {
+                "rows": len(self.rows),
+                "digest": self.digest,
+                "dropped": dict(self.dropped),
+                "manifests": manifests,
+            },
             "versions": provenance(),
         }
 
 
-def prepare(config: Config) -> Setup:
-    """Check everything, then read the target and build the drafter. InputError says what is wrong."""
+def prepare(config: Config, device: torch.device, saved: Saved | None = None) -> Setup:
+    """Check everything, then read the target and build the drafter, with the weights of `saved` where there is one.
+    InputError says what is wrong."""
     train = config.train
-    init.check(train.init)
-    device = loading.pick_device(train.device)
+    if saved is None:
+        init.check(train.init)
     hf = loading.load_config(config.target, config.target_revision)
     read_family(hf)  # an unknown one is found before the weights are read
     text = hf.get_text_config()
@@ -73,15 +92,21 @@ def prepare(config: Config) -> Setup:
     )
     rows, dropped = load_rows(config.data.path, tokenizer, stops, config.data, text.vocab_size)
     target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
-    drafter = build_drafter(config, target)
+    if saved is not None:
+        tensors = read_tensors(saved.path)
+        drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
+        drafter.load_state_dict(tensors)
+        return Setup(config, rows, dropped, target, drafter, saved.drafter.get("init", []))
+    drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, rows))
     return Setup(config, rows, dropped, target, drafter, init.warm_start(drafter, target, train.init))
 
 
-def build_drafter(config: Config, target: Target) -> Drafter:
-    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only."""
+def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:
+    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only. vocab: what
+    it drafts from, where that is not all of the target's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = config.drafter.build(target.spec, target.vocab)
+        drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     set_attention(drafter, config.train.attention)
     return drafter
