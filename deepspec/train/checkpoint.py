@@ -54,6 +54,12 @@ class Saved:
     drafter: dict[str, Any]
     """The `deepspec` section of its config.json."""
 
+    def check_data(self, rows: int, digest: str) -> None:
+        """ConfigError where it was trained on other data than these, though the files are called the same."""
+        old, new = self.drafter["data"], {"rows": rows, "digest": digest}
+        if differences := differ({k: old[k] for k in new if k in old}, {k: v for k, v in new.items() if k in old}):
+            raise ConfigError(f"{self.path} was trained on other data ({'; '.join(differences)}); choose another `out`")
+
 
 def choose(out: Path, resume: str, settings: dict[str, Any]) -> Saved | None:
     """What `resume` names: the newest checkpoint in `out` (auto), none (never), or a checkpoint's or run's folder.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections import Counter
@@ -34,6 +33,8 @@ class Setup:
     rows: list[Row]
     dropped: Counter[str]
     """Records that make no row, by reason."""
+    digest: str
+    """Of the rows' names and lengths in their order: other data give another one."""
     target: Target
     drafter: Drafter
     started: list[str]
@@ -42,14 +43,6 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         return as_dict(self.config)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Of the rows' names and lengths in their order: other data give another one."""
-        h = hashlib.blake2b(digest_size=8)
-        for row in self.rows:
-            h.update(f"{row.id} {len(row.tokens)} {sum(row.loss_mask)}\n".encode())
-        return h.hexdigest()
 
     def provenance(self) -> dict[str, Any]:
         """What every saved drafter says about its origin."""
@@ -91,14 +84,24 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
         num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
     )
     rows, dropped = load_rows(config.data.path, tokenizer, stops, config.data, text.vocab_size)
+    digest = _digest(rows)
+    if saved is not None:
+        saved.check_data(len(rows), digest)
     target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
     if saved is not None:
         tensors = read_tensors(saved.path)
         drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
         drafter.load_state_dict(tensors)
-        return Setup(config, rows, dropped, target, drafter, saved.drafter.get("init", []))
+        return Setup(config, rows, dropped, digest, target, drafter, saved.drafter.get("init", []))
     drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, rows))
-    return Setup(config, rows, dropped, target, drafter, init.warm_start(drafter, target, train.init))
+    return Setup(config, rows, dropped, digest, target, drafter, init.warm_start(drafter, target, train.init))
+
+
+def _digest(rows: list[Row]) -> str:
+    h = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        h.update(f"{row.id} {len(row.tokens)} {sum(row.loss_mask)}\n".encode())
+    return h.hexdigest()
 
 
 def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:
