@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import math
+import os
 import runpy
 import traceback
 import types
@@ -56,14 +57,26 @@ class DataConfig(Checked):
     """Rows with fewer supervised tokens are dropped and counted."""
     thinking: Literal["on", "off", "auto"] = "auto"
     """Passed to the chat template as enable_thinking; auto passes nothing."""
+    pack_tokens: int | None = None
+    """Rows packed side by side into sequences of at most this many tokens; None: a row is a sequence. Batch sizes, and
+    a block drafter's num_anchors, count per sequence either way."""
+    max_refused: float = 0.01
+    """Training stops when more than this fraction of the rows have features that are not finite, all zero or constant;
+    such rows are counted and never trained on."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, str | Path):
             object.__setattr__(self, "path", (str(self.path),))
         super().__post_init__()
+        object.__setattr__(self, "path", tuple(os.path.expanduser(p) for p in self.path))
         require(len(self.path) > 0, "data.path must name at least one JSONL file")
         require(self.max_length >= 2, f"data.max_length must be >= 2, got {self.max_length}")
         require(self.min_supervised >= 2, f"data.min_supervised must be >= 2, got {self.min_supervised}")
+        require(
+            self.pack_tokens is None or self.pack_tokens >= self.max_length,
+            f"data.pack_tokens ({self.pack_tokens}) must be >= data.max_length ({self.max_length}), or None",
+        )
+        require(0 <= self.max_refused <= 1, f"data.max_refused must be in [0, 1], got {self.max_refused}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,19 @@
-"""Laws of loading rows, of their order and of padding."""
+"""Laws of loading rows, of their order, of packing and of padding."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from deepspec.checked import InputError
 from deepspec.config import DataConfig
+from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
-from deepspec.data.loader import Loader, collate, load_rows
+from deepspec.data.features import Features
+from deepspec.data.loader import Loader, load_rows, sequences
+from deepspec.data.packing import OPEN, pack
+from deepspec.data.rows import Rows
 
 
 def write(path, *records):
@@ -86,7 +91,7 @@ def test_token_rows_never_ask_for_the_tokenizer(tmp_path):
 
 
 def rows(n):
-    return [Row(str(i), [i], [True]) for i in range(n)]
+    return [(i,) for i in range(n)]
 
 
 @pytest.mark.parametrize(("n", "batch_size"), [(1, 1), (7, 3), (12, 4), (3, 8), (1, 5)])
@@ -99,7 +104,7 @@ def test_every_row_exactly_once_an_epoch(n, batch_size, epochs):
     assert len(seen) - epochs * n in range(batch_size)
     for epoch in range(epochs):
         assert sorted(seen[epoch * n : (epoch + 1) * n]) == list(range(n))
-    assert all(row is loader.rows[i] for batch in batches for i, row in batch)
+    assert all(row == (i,) for batch in batches for i, row in batch)
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -120,12 +125,78 @@ def test_the_order_is_pinned():
 PINNED = [4, 1, 3, 6, 0, 7, 2, 5, 1, 2, 5, 3, 6, 0, 4, 7]
 
 
-def test_collate_pads_right_and_unsupervised():
-    batch = [(5, Row("a", [1, 2, 3], [False, True, True])), (2, Row("b", [4], [True]))]
-    tokens, loss_mask, lengths, sample = collate(batch, pad_id=9)
-    assert torch.equal(tokens, torch.tensor([[1, 2, 3], [4, 9, 9]]))
-    assert torch.equal(loss_mask, torch.tensor([[False, True, True], [True, False, False]]))
-    assert lengths == [3, 1] and torch.equal(sample, torch.tensor([5, 2]))
-    assert (tokens.dtype, loss_mask.dtype, sample.dtype) == (torch.long, torch.bool, torch.long)
-    wide = collate(batch, pad_id=9, multiple=8)[0]
-    assert wide.shape == (2, 8) and torch.equal(wide[:, :3], tokens) and (wide[:, 3:] == 9).all()
+def flat(*lengths):
+    return Rows.of(
+        Row(f"r{i}", list(range(100 * i, 100 * i + n)), [k % 3 > 0 for k in range(n)]) for i, n in enumerate(lengths)
+    )
+
+
+def test_rows_are_what_was_put_in():
+    """Flat arrays give back each row; `keep` leaves the others as they were, keys included."""
+    made = flat(3, 1, 5, 2)
+    assert made[2] == Row("r2", [200, 201, 202, 203, 204], [False, True, True, False, True])
+    assert made[-1] == made[3] and [r.id for r in made[1:3]] == ["r1", "r2"] and len(made) == 4
+    with pytest.raises(IndexError):
+        made[4]
+    some = made.keep(np.array([True, False, False, True]))
+    assert list(some) == [made[0], made[3]] and (some.keys() == made.keys()[[0, 3]]).all()
+    assert made.supervising(2).tolist() == [True, True, False, True, False]
+
+
+def test_a_row_s_key_depends_on_its_tokens_and_its_mask():
+    base, mask = [1, 2, 3], [False, True, True]
+    others = [([1, 2, 4], mask), (base, [True, True, True]), ([1, 2], [False, True])]
+    keys = Rows.of(Row("x", t, m) for t, m in [(base, mask), *others, (base, mask)]).keys()
+    assert len({*keys.tolist()}) == 4 and keys[0] == keys[4]
+
+
+@pytest.mark.parametrize("budget", [40, 64, 1000])
+def test_packs_hold_every_row_once_within_the_budget(budget):
+    """And little room is left over: with rows of 1 to 40 tokens and a budget of 64, under 10 %."""
+    lengths = (np.random.default_rng(0).integers(1, 41, 500)).tolist()
+    order = np.random.default_rng(1).permutation(500).tolist()
+    packs = pack(lengths, order, budget)
+    assert sorted(i for p in packs for i in p) == list(range(500))
+    sizes = [sum(lengths[i] for i in p) for p in packs]
+    assert max(sizes) <= budget
+    if budget == 64:
+        assert sum(sizes) > 0.9 * budget * len(packs)
+    # a pack is closed when more than OPEN have room: its rows stay near each other in the order
+    place = {row: n for n, row in enumerate(order)}
+    assert all(sorted(p, key=place.get) == list(p) for p in packs)
+    assert pack([budget, 1, budget + 5, 2], range(4), budget) == [(0,), (1, 3), (2,)]
+    assert len(pack([2] * 200, range(200), 3)) == 200 and OPEN < 200
+
+
+def test_packing_depends_on_the_seed_alone():
+    """Sequences are made of rows by (rows, budget, seed), so every process has the same."""
+    made = flat(*[5 + i % 9 for i in range(60)])
+    assert sequences(made, 32, 5) == sequences(made, 32, 5) != sequences(made, 32, 6)
+    assert sequences(made, None, 5) == [(i,) for i in range(60)]
+
+
+def zeros(index, made, usable=None):
+    n = int(made.lengths[list(index)].sum())
+    usable = torch.ones(len(index), dtype=torch.bool) if usable is None else usable
+    return Features(torch.arange(n)[:, None].float(), torch.ones(n, 1), usable)
+
+
+def test_a_batch_pads_right_and_unsupervised():
+    made = flat(3, 1)
+    batch = Batches(made, lambda index: zeros(index, made), torch.device("cpu")).batch([(5, (0,)), (2, (1,))])
+    assert torch.equal(batch.tokens, torch.tensor([[0, 1, 2], [100, 0, 0]]))
+    assert torch.equal(batch.loss_mask, torch.tensor([[False, True, True], [False, False, False]]))
+    assert torch.equal(batch.features[..., 0], torch.tensor([[0.0, 1, 2], [3, 0, 0]]))
+    assert torch.equal(batch.sample, torch.tensor([5, 2])) and batch.document is None and batch.position is None
+    assert (batch.tokens.dtype, batch.loss_mask.dtype, batch.sample.dtype) == (torch.long, torch.bool, torch.long)
+
+
+def test_a_packed_batch_keeps_its_rows_apart():
+    """Positions start anew in each row, and a row that is not usable supervises nothing."""
+    made = flat(3, 2, 4, 1)
+    source = lambda index: zeros(index, made, torch.tensor([True, False, True, True]))  # noqa: E731
+    batch = Batches(made, source, torch.device("cpu")).batch([(0, (2, 1)), (1, (3, 0))])
+    assert batch.tokens.tolist() == [[200, 201, 202, 203, 100, 101], [300, 0, 1, 2, 0, 0]]
+    assert batch.document.tolist() == [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, -1, -1]]
+    assert batch.position.tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]]

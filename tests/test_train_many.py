@@ -13,7 +13,6 @@ from helpers import write_run
 import deepspec
 from deepspec import ConfigError, load_config
 from deepspec.config import as_dict
-from deepspec.data.chat import Row
 from deepspec.data.loader import Loader
 from deepspec.train import checkpoint, share
 from deepspec.train.distributed import World
@@ -102,26 +101,25 @@ def test_gradients_after_one_step(folder, tmp_path):
 
 @pytest.mark.parametrize(("batch", "size", "micro"), [*itertools.product((1, 4, 7), (1, 2, 3, 8), (1, 2, 5))])
 def test_shares_are_the_step(batch, size, micro):
-    """The passes of all processes hold the rows of the step once each; none is larger than micro_batch, no process is
-    without a pass, and what is added supervises nothing."""
-    rows = [Row(str(i), [1, 2, 3], [False, True, True]) for i in range(9)]
-    loader = Loader(rows, batch, seed=0)
+    """The passes of all processes hold the sequences of the step once each; none is larger than micro_batch, no process
+    is without a pass, and what is added is marked as idle."""
+    loader = Loader([(i,) for i in range(9)], batch, seed=0)
     for step in range(3):
         whole = share.served(loader, step)
-        assert [(r.index, r.row) for r in whole] == loader.batch(step)
-        assert [r.epoch for r in whole] == [(step * batch + j) // 9 for j in range(batch)]
+        assert [s.picked for s in whole] == loader.batch(step) and not any(s.idle for s in whole)
+        assert [s.epoch for s in whole] == [(step * batch + j) // 9 for j in range(batch)]
         parts = [share.passes(whole, rank, size, micro) for rank in range(size)]
         assert all(1 <= len(p) <= micro for part in parts for p in part)
-        real = [r for part in parts for p in part for r in p if any(r.row.loss_mask)]
-        assert sorted(r.index for r in real) == sorted(r.index for r in whole) and len(real) == batch
-        assert max(len(p) for p in parts) - min(len(p) for p in parts) <= 1
+        real = [s for part in parts for p in part for s in p if not s.idle]
+        assert sorted(s.picked for s in real) == sorted(s.picked for s in whole) and len(real) == batch
+        sizes = [sum(len(p) for p in part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_every_bit_counts_in_a_seed():
     """Anchor seeds differ by run seed (each of 64 bits, and the sign), epoch and row; a row's depends on nothing else;
     all are valid longs."""
-    row = Row("", [1, 2], [False, True])
-    at = [share.Served(e, i, row) for e in range(20) for i in range(50)]
+    at = [share.Served(e, (i, (i,))) for e in range(20) for i in range(50)]
     base = share.seeds(3, at)
     assert base.dtype == torch.long and base.min() >= 0 and len(base.unique()) == len(at)
     for bit in range(64):

@@ -16,9 +16,9 @@ from helpers import token_rows, write_jsonl, write_run
 import deepspec
 from deepspec import ConfigError, InputError, fit, load_config
 from deepspec.checked import RunError
+from deepspec.data.batches import Batches
 from deepspec.train import checkpoint
 from deepspec.train.objective import Objective
-from deepspec.train.source import Live
 
 STEPS = 40
 LONG = (f"train.max_steps={STEPS}", "train.micro_batch=1", "train.save_every=1")
@@ -204,18 +204,18 @@ def test_the_best_stays(file, tmp_path):
 
 
 def poison(monkeypatch, index: int, after: int) -> None:
-    """From the `after`-th pass on, the features of row `index` hold a NaN."""
-    real, calls = Live.batch, []
+    """From the `after`-th pass on, the features of sequence `index` hold a NaN."""
+    real, calls = Batches.batch, []
 
-    def batch(self, rows):
+    def batch(self, picked):
         calls.append(1)
-        made = real(self, rows)
-        for b, (i, _) in enumerate(rows):
+        made = real(self, picked)
+        for b, (i, _) in enumerate(picked):
             if i == index and len(calls) > after:
                 made.features[b, 2] = torch.nan
         return made
 
-    monkeypatch.setattr(Live, "batch", batch)
+    monkeypatch.setattr(Batches, "batch", batch)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(file, straight, monkeypatch, tmp_path):
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(file, straight, monkeypatch, tm
             last = report
     text, step = str(caught.value), first // 4 + 1
     assert text.startswith(f"step {step}: loss or gradient is not finite, from sample ") and len(text.splitlines()) == 1
-    assert repr(row_id(config, 3)) in text and text.count("rows") <= 2 and f"step-{step - 1:07d}" in text
+    assert repr(row_id(config, 3)) in text and f"step-{step - 1:07d}" in text
     assert newest(tmp_path / "out") == step - 1 and same_state(tmp_path / "out", straight[0], step - 1)
     weights = worlds.state(tmp_path / "out", step - 1)
     assert all(torch.equal(v, weights[k]) for k, v in last.drafter.state_dict().items())
@@ -301,7 +301,7 @@ def test_out_of_memory_means_fewer_rows_a_pass(file, monkeypatch, caplog, when, 
     with caplog.at_level("WARNING", "deepspec"):
         starved = worlds.train([(file, ("train.micro_batch=4", f"out={tmp_path / 'out'}"), None)])[0]["reports"]
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 2 and "with 4 rows a pass; 2 from now on, the effective batch stays 4" in said[0]
+    assert len(said) == 2 and "with 4 sequences a pass; 2 from now on, the effective batch stays 4" in said[0]
     for ours, theirs in zip(starved, plain, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -309,7 +309,7 @@ def test_out_of_memory_means_fewer_rows_a_pass(file, monkeypatch, caplog, when, 
 def test_out_of_memory_with_one_row_is_one_clear_line(file, monkeypatch, tmp_path):
     """Nothing is left to halve: the message says what to lower; other errors are not mistaken for it."""
     starve(monkeypatch, 0, lambda calls: calls > 2)
-    with pytest.raises(RunError, match=r"step 2: out of memory with one row a pass; lower .*step-0000001"):
+    with pytest.raises(RunError, match=r"step 2: out of memory with one sequence a pass; lower .*step-0000001"):
         list(fit(load_config(file, "train.save_every=1", f"out={tmp_path / 'out'}")))
     assert newest(tmp_path / "out") == 1
     monkeypatch.undo()
@@ -335,7 +335,7 @@ def failing(job) -> str:
 
 
 def test_one_process_out_of_memory(file, tmp_path):
-    """One process of two takes fewer rows a pass, the other goes on as it was, and the run is the same."""
+    """One process of two takes fewer sequences a pass, the other goes on as it was, and the run is the same."""
     common = ("train.batch_size=8", "train.max_steps=3")
     plain = worlds.train([(file, (*common, f"out={tmp_path / 'plain'}"), None)])[0]["reports"]
     job = (str(file), (*common, "train.micro_batch=2", f"out={tmp_path / 'two'}"), None)
@@ -347,7 +347,9 @@ def test_out_of_memory_where_others_wait(file, tmp_path):
     """In the pass that exchanges gradients a process cannot begin again: it says which settings go on, nobody hangs."""
     job = (str(file), ("train.batch_size=4", "train.micro_batch=2", f"out={tmp_path / 'out'}"), None)
     first, second = worlds.together(2, failing, job)
-    assert first == "left alone" and "in process 1 with 2 rows a pass" in second and "train.micro_batch=1" in second
+    assert (
+        first == "left alone" and "in process 1 with 2 sequences a pass" in second and "train.micro_batch=1" in second
+    )
 
 
 # -- one line on the command line --------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import deepspec
+from deepspec.data.batches import Batches
 from deepspec.train.distributed import leave
-from deepspec.train.source import Live
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["worlds", "deepspec.train.loop", "transformers.models.qwen3.modeling_qwen3"])
@@ -105,18 +105,18 @@ def train(jobs: list[tuple]) -> list[dict]:
 
 @contextlib.contextmanager
 def recorded(served: list):
-    """Notes the data-set indices of the rows whose features are asked for, ghosts left out."""
-    real = Live.batch
+    """Notes the numbers of the sequences whose micro-batches are made."""
+    real = Batches.batch
 
-    def batch(self, rows):
-        served.extend(i for i, row in rows if any(row.loss_mask))
-        return real(self, rows)
+    def batch(self, picked):
+        served.extend(number for number, _ in picked)
+        return real(self, picked)
 
-    Live.batch = batch
+    Batches.batch = batch
     try:
         yield
     finally:
-        Live.batch = real
+        Batches.batch = real
 
 
 def state(out, step: int) -> dict[str, torch.Tensor]:

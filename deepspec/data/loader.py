@@ -1,20 +1,20 @@
-"""Training rows from JSONL files, their order, and their padding into tensors. Letters: B rows, T positions."""
+"""Training rows from JSONL files, and the order in which training sees them."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..checked import InputError, require
 from .chat import Row, Skip, layout, training_rows
+from .packing import pack
 from .prompts import TokenizerSource, read_records, reasons, tokenizer_getter
+from .rows import Rows
 
 if TYPE_CHECKING:
     from ..config import DataConfig
@@ -26,17 +26,29 @@ def load_rows(
     stop_ids: Collection[int],
     config: DataConfig,
     vocab_size: int,
-) -> tuple[list[Row], Counter[str]]:
+) -> tuple[Rows, Counter[str]]:
     """All usable rows of the files, in their order, cut to config.max_length tokens; and what was dropped, by reason.
 
     A record (one per line) that cannot be used counts once, and so does a row with fewer than config.min_supervised
     supervised tokens. InputError names file and line of a malformed record or of an id outside the vocabulary, and
     says how many were dropped for which reason where nothing is left.
     """
-    get = tokenizer_getter(tokenizer)
-    rows: list[Row] = []
-    dropped: Counter[str] = Counter()
-    paths = list(paths)
+    paths, dropped = list(paths), Counter[str]()
+    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped))
+    if not rows:
+        raise InputError(f"no training row in {', '.join(map(str, paths))}; dropped: {reasons(dropped)}")
+    return rows, dropped
+
+
+def _usable(
+    paths: Sequence[str | Path],
+    get: Callable[[], Any],
+    stop_ids: Collection[int],
+    config: DataConfig,
+    vocab_size: int,
+    dropped: Counter[str],
+) -> Iterator[Row]:
+    least, most = config.min_supervised, config.max_length
     for path in paths:
         for where, record in read_records(path):
             try:
@@ -50,61 +62,46 @@ def load_rows(
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
             for row in made:
-                kept = _cut(row, config.max_length)
-                if sum(kept.loss_mask) >= config.min_supervised:
-                    rows.append(kept)
-                elif sum(row.loss_mask) >= config.min_supervised:
-                    dropped[
-                        f"fewer than {config.min_supervised} supervised tokens in the first {config.max_length}"
-                    ] += 1
+                kept = _cut(row, most)
+                if sum(kept.loss_mask) >= least:
+                    yield kept
+                elif sum(row.loss_mask) >= least:
+                    dropped[f"fewer than {least} supervised tokens in the first {most}"] += 1
                 else:
-                    dropped[f"fewer than {config.min_supervised} supervised tokens"] += 1
-    if not rows:
-        raise InputError(f"no training row in {', '.join(map(str, paths))}; dropped: {reasons(dropped)}")
-    return rows, dropped
+                    dropped[f"fewer than {least} supervised tokens"] += 1
+
+
+def sequences(rows: Rows, pack_tokens: int | None, seed: int) -> Sequence[tuple[int, ...]]:
+    """The rows of each training sequence: one, or as many as fit into pack_tokens tokens. Depends on nothing else."""
+    if pack_tokens is None:
+        return [(i,) for i in range(len(rows))]
+    return pack(rows.lengths.tolist(), order(len(rows), seed, 0).tolist(), pack_tokens)
 
 
 class Loader:
     """Batches in an order that depends on (seed, epoch) only: any process can ask for any step, after any kill."""
 
-    def __init__(self, rows: Sequence[Row], batch_size: int, seed: int) -> None:
+    def __init__(self, sequences: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
         require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
-        require(len(rows) >= 1, "a loader needs at least one row")
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        require(len(sequences) >= 1, "a loader needs at least one row")
+        self.sequences, self.batch_size, self.seed = sequences, batch_size, seed
 
     def steps(self, epochs: int) -> int:
-        """Steps after which every row was seen `epochs` times; the last batch may reach into the next epoch."""
-        return -(-epochs * len(self.rows) // self.batch_size)
+        """Steps after which every sequence was seen `epochs` times; the last batch may reach into the next epoch."""
+        return -(-epochs * len(self.sequences) // self.batch_size)
 
-    def batch(self, step: int) -> list[tuple[int, Row]]:
-        """The batch_size rows of a step (from 0), each with its index in the data set. Epochs follow each other without
-        a gap: no row is left out, and batches stay full."""
-        index = []
+    def batch(self, step: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The batch_size sequences of a step (from 0), each as its number and its rows. Epochs follow each other
+        without a gap: no row is left out, and batches stay full."""
+        n, index = len(self.sequences), []
         for i in range(step * self.batch_size, (step + 1) * self.batch_size):
-            epoch, place = divmod(i, len(self.rows))
-            index.append(int(_order(len(self.rows), self.seed, epoch)[place]))
-        return [(i, self.rows[i]) for i in index]
-
-
-def collate(
-    rows: Sequence[tuple[int, Row]], pad_id: int = 0, multiple: int = 1
-) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Tokens [B, T] long, loss mask [B, T] bool, lengths, and indices in the data set [B] long.
-
-    Padded on the right, unsupervised, to the longest row rounded up to a multiple of `multiple`.
-    """
-    lengths = [len(row.tokens) for _, row in rows]
-    width = -(-max(lengths) // multiple) * multiple
-    tokens = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    loss_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for b, (_, row) in enumerate(rows):
-        tokens[b, : lengths[b]] = torch.tensor(row.tokens)
-        loss_mask[b, : lengths[b]] = torch.tensor(row.loss_mask)
-    return tokens, loss_mask, lengths, torch.tensor([i for i, _ in rows])
+            epoch, place = divmod(i, n)
+            index.append(int(order(n, self.seed, epoch)[place]))
+        return [(i, self.sequences[i]) for i in index]
 
 
 @functools.lru_cache(maxsize=4)
-def _order(n: int, seed: int, epoch: int) -> np.ndarray:
+def order(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of n rows. Sorting the raw words of the generator, and not `Generator.permutation`, because numpy
     promises the same raw words in every version: a run resumed after an upgrade goes on in the same order."""
     words = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(n)

@@ -91,11 +91,19 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Features [B, T, L * D] and hidden [B, T, D] of whole sequences tokens [B, T], row b of counts[b] tokens;
         zeros after a row's end. Nothing is computed for padding, and no logits are formed."""
-        self._check_layers(target_layer_ids)
         ragged = Ragged(as_list(counts), tokens.device)  # type: ignore[arg-type]
-        view = _Pass(ragged, [0] * len(ragged.counts), None)
-        features, hidden = self._run(view, ragged.pack(tokens), tuple(target_layer_ids))
+        features, hidden = self.packed_features(ragged.pack(tokens), ragged.counts, target_layer_ids)
         return ragged.unpack(features, tokens.shape[1]), ragged.unpack(hidden, tokens.shape[1])
+
+    @torch.no_grad()
+    def packed_features(
+        self, tokens: Tensor, counts: Sequence[int], target_layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`features` of sequences that follow each other without padding: tokens [N], counts[b] of each -> features
+        [N, L * D] and hidden [N, D]."""
+        self._check_layers(target_layer_ids)
+        view = _Pass(Ragged(list(counts), tokens.device), [0] * len(counts), None)
+        return self._run(view, tokens, tuple(target_layer_ids))
 
     def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies."""

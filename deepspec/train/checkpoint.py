@@ -54,10 +54,10 @@ class Saved:
     drafter: dict[str, Any]
     """The `deepspec` section of its config.json."""
 
-    def check_data(self, rows: int, digest: str) -> None:
+    def check_data(self, identity: dict[str, Any]) -> None:
         """ConfigError where it was trained on other data than these, though the files are called the same."""
-        old, new = self.drafter["data"], {"rows": rows, "digest": digest}
-        if differences := differ({k: old[k] for k in new if k in old}, {k: v for k, v in new.items() if k in old}):
+        old = {k: v for k, v in self.drafter["data"].items() if k in identity}
+        if differences := differ(old, {k: identity[k] for k in old}):
             raise ConfigError(f"{self.path} was trained on other data ({'; '.join(differences)}); choose another `out`")
 
 

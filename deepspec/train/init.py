@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..checked import InputError
 from ..config import Config
-from ..data.chat import Row
+from ..data.rows import Rows
 from ..hub.native import find_drafter, read_tensors
 from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
@@ -23,7 +21,7 @@ def check(init: str) -> None:
         find_drafter(init)
 
 
-def vocabulary(config: Config, vocab: Vocab, rows: Sequence[Row]) -> Vocab:
+def vocabulary(config: Config, vocab: Vocab, rows: Rows) -> Vocab:
     """What a new drafter drafts from: of the target's tokens those that `rows` supervise most, or those that the
     drafter it starts from drafts, with its head, where they are as many."""
     size = config.drafter.draft_size
@@ -31,7 +29,9 @@ def vocabulary(config: Config, vocab: Vocab, rows: Sequence[Row]) -> Vocab:
         theirs = draft_vocab.from_tensors(vocab, read_tensors(find_drafter(config.train.init)))
         if theirs.draft_size == size:
             return theirs
-    return draft_vocab.for_training(vocab, size, ((row.tokens, row.loss_mask) for row in rows))
+    return draft_vocab.for_training(
+        vocab, size, ((rows.tokens_of(i).tolist(), rows.mask_of(i).tolist()) for i in range(len(rows)))
+    )
 
 
 @torch.no_grad()

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from ..cache import tentative, whole_dir, writable_dir
 from ..checked import InputError, RunError
 from ..config import Config, as_dict
-from ..data.loader import Loader
 from ..hub.native import write_drafter
 from . import checkpoint
 from .distributed import World
 from .log import Log
 from .report import StepReport
 from .setup import Setup, prepare
-from .source import Live
 from .step import Stepper
 
 _LOG = logging.getLogger(__name__)
@@ -51,12 +49,11 @@ class _Run:
         self.config, self.world, self.parts, self.out, train = config, world, parts, config.out, config.train
         self.start = self.saved = saved.step if saved else 0
         """Finished steps: before this run, and in the newest checkpoint."""
-        if len({*world.gather([(self.start, parts.digest)])}) > 1:
+        if len({*world.gather([(self.start, parts.identity["digest"])])}) > 1:
             raise InputError("processes see different data or checkpoints: data.path and `out` must be shared folders")
-        loader = Loader(parts.rows, train.batch_size, config.seed)
+        loader, self.batches = parts.data.loader(), parts.data.batches(parts.target)
         self.total = min(train.max_steps or 1 << 62, loader.steps(train.epochs))
-        source = Live(parts.target, config.drafter.target_layer_ids)
-        self.stepper = Stepper(config, world, parts.drafter, loader, source, self.total, stop)
+        self.stepper = Stepper(config, world, parts.drafter, loader, self.batches, self.total, stop)
         if saved:
             checkpoint.load_optimizer(saved.path, parts.drafter, self.stepper.optimizer)
         if world.main:
@@ -98,8 +95,10 @@ class _Run:
     def _after(self, report: StepReport) -> None:
         """What follows a step: the log, the checkpoint."""
         train, last = self.config.train, report.step == self.total
-        if self.world.main and (report.step % train.log_every == 0 or last):
-            self.log.write(report)
+        if report.step % train.log_every == 0 or last:
+            self.batches.source.check(self.config.data.max_refused)
+            if self.world.main:
+                self.log.write(report)
         if report.step % train.save_every == 0 or last:
             self._save(report.step)
 
@@ -112,9 +111,11 @@ class _Run:
             parts.provenance(), self.world,
         )  # fmt: skip
         self.saved = step
+        self.world.wait()  # so that a process that is done finds what the first one writes
 
     def _finish(self) -> None:
         weights = checkpoint.whole_weights(self.parts.drafter)
         if self.world.main:
             with whole_dir(self.out / "drafter") as temporary:
                 write_drafter(self.parts.drafter, temporary, {**self.parts.provenance(), "step": self.total}, weights)
+        self.world.wait()

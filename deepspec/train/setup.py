@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 
 from ..config import Config, as_dict
-from ..data.chat import Row
-from ..data.loader import load_rows
+from ..data.training import TrainingData, training_data
 from ..hub.native import read_tensors
 from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
@@ -30,11 +28,9 @@ class Setup:
     """The parts of a run."""
 
     config: Config
-    rows: list[Row]
-    dropped: Counter[str]
-    """Records that make no row, by reason."""
-    digest: str
-    """Of the rows' names and lengths in their order: other data give another one."""
+    data: TrainingData
+    identity: dict[str, Any]
+    """What tells the data from others: the number of rows, and a hash of them in their order."""
     target: Target
     drafter: Drafter
     started: list[str]
@@ -58,12 +54,7 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {
-                "rows": len(self.rows),
-                "digest": self.digest,
-                "dropped": dict(self.dropped),
-                "manifests": manifests,
-            },
+            "data": {**self.identity, "dropped": dict(self.data.dropped), "manifests": manifests},
             "versions": provenance(),
         }
 
@@ -83,25 +74,19 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     config.drafter.check_target(
         num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
     )
-    rows, dropped = load_rows(config.data.path, tokenizer, stops, config.data, text.vocab_size)
-    digest = _digest(rows)
+    data = training_data(config, tokenizer, stops, text.vocab_size)
+    digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
+    identity = {"rows": len(data.rows), "digest": digest}
     if saved is not None:
-        saved.check_data(len(rows), digest)
+        saved.check_data(identity)
     target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
     if saved is not None:
         tensors = read_tensors(saved.path)
         drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
         drafter.load_state_dict(tensors)
-        return Setup(config, rows, dropped, digest, target, drafter, saved.drafter.get("init", []))
-    drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, rows))
-    return Setup(config, rows, dropped, digest, target, drafter, init.warm_start(drafter, target, train.init))
-
-
-def _digest(rows: list[Row]) -> str:
-    h = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        h.update(f"{row.id} {len(row.tokens)} {sum(row.loss_mask)}\n".encode())
-    return h.hexdigest()
+        return Setup(config, data, identity, target, drafter, saved.drafter.get("init", []))
+    drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
+    return Setup(config, data, identity, target, drafter, init.warm_start(drafter, target, train.init))
 
 
 def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:

@@ -11,12 +11,14 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from ..checked import RunError
 from ..config import Config
+from ..data.batches import Batches
 from ..data.loader import Loader
 from ..modeling.drafter import Drafter
 from . import optim
@@ -24,18 +26,17 @@ from .distributed import World, Wrapped, local, whole
 from .objective import Metrics, Objective
 from .report import StepReport, add
 from .share import Served, passes, seeds, served
-from .source import Live
 
 _LOG = logging.getLogger(__name__)
 _NAMED = 8
-"""Rows named in a message."""
+"""Samples named in a message."""
 
 
 class Stepper:
     """Takes the optimiser from step to step. What a step does depends on its number and the config only."""
 
     def __init__(
-        self, config: Config, world: World, drafter: Drafter, loader: Loader, source: Live, total: int,
+        self, config: Config, world: World, drafter: Drafter, loader: Loader, source: Batches, total: int,
         stop: Callable[[], bool],
     ) -> None:  # fmt: skip
         """stop: whether this process was told to stop; asked between passes."""
@@ -45,7 +46,7 @@ class Stepper:
         self.wrapped = Wrapped(Objective(drafter, config.loss), world, config.train.sharding, unused=unused)
         self.optimizer = optim.build(drafter, config.train)
         self.micro_batch = config.train.micro_batch
-        """Rows of a pass: the config's, or fewer once memory ran out."""
+        """Sequences of a pass: the config's, or fewer once memory ran out."""
         self.stopping = False
         """Whether any process was told to stop, as of the last step; all processes agree."""
 
@@ -56,9 +57,9 @@ class Stepper:
         lr = optim.learning_rate(step, self.total, train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        rows = served(self.loader, step)
+        whole_step = served(self.loader, step)
         self.drafter.train()
-        sums, finished = self._agree(*self._accumulate(step, rows))
+        sums, finished = self._agree(*self._accumulate(step, whole_step))
         if not finished:
             self.optimizer.zero_grad(set_to_none=True)
             return None
@@ -69,17 +70,22 @@ class Stepper:
         torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], weight)
         norm = whole(torch.nn.utils.clip_grad_norm_(params, train.clip))
         if not bool((norm + sums["loss"][0]).isfinite()):
-            self._not_finite(step, rows)
+            self._not_finite(step, whole_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(len(r.row.tokens) for r in rows)
+        tokens = self.source.tokens([s.picked for s in whole_step])
         return StepReport(step + 1, self.total, lr, tokens, time.perf_counter() - began, norm, self.drafter, sums)
 
-    def _accumulate(self, step: int, rows: list[Served]) -> tuple[Metrics, bool]:
+    def _accumulate(self, step: int, whole_step: list[Served]) -> tuple[Metrics, bool]:
         """All passes of this process: sums, and whether none was left out to stop. Where memory runs out it begins
-        again with fewer rows a pass."""
+        again with fewer sequences a pass."""
         while True:
-            shares, sums, finished, n = passes(rows, self.world.rank, self.world.size, self.micro_batch), {}, True, 0
+            shares, sums, finished, n = (
+                passes(whole_step, self.world.rank, self.world.size, self.micro_batch),
+                {},
+                True,
+                0,
+            )
             try:
                 for n, share in enumerate(shares):
                     last = n == len(shares) - 1
@@ -96,8 +102,10 @@ class Stepper:
                 torch.cuda.empty_cache()
 
     def _pass(self, share: list[Served], *, last: bool) -> Metrics:
-        """Forward and backward of some rows: gradients of sums, added to what is there."""
-        batch = self.source.batch([(r.index, r.row) for r in share])
+        """Forward and backward of some sequences: gradients of sums, added to what is there."""
+        batch = self.source.batch([s.picked for s in share])
+        if share[0].idle:
+            batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
         with self.wrapped.adding(last=last):
             with self._autocast():
                 loss, weight, metrics = self.wrapped.module(
@@ -125,7 +133,7 @@ class Stepper:
         return {name: (pair[0], pair[1]) for name, pair in zip(sums, pairs)}, not unfinished
 
     def _shrink(self, error: RuntimeError, step: int, *, waited_for: bool) -> None:
-        """Half the rows a pass from now on, where `error` says that memory ran out; raises where that cannot be."""
+        """Half the sequences a pass from now on, where `error` is of memory; raises where that cannot help."""
         from accelerate.utils.memory import should_reduce_batch_size
 
         if not should_reduce_batch_size(error):
@@ -133,29 +141,29 @@ class Stepper:
         old, new = self.micro_batch, -(-self.micro_batch // 2)
         if old == 1:
             raise RunError(
-                f"step {step + 1}: out of memory with one row a pass; lower data.max_length, loss.chunk or the "
+                f"step {step + 1}: out of memory with one sequence a pass; lower data.max_length, loss.chunk or the "
                 "drafter's anchors, or split the target (train.target_devices, train.target_bits)"
             ) from error
         if waited_for:  # the others are in an exchange of gradients that this process cannot join again
             raise RunError(
-                f"step {step + 1}: out of memory in process {self.world.rank} with {old} rows a pass; the same command "
-                f"with train.micro_batch={new} goes on with the same effective batch of {self.config.train.batch_size}"
+                f"step {step + 1}: out of memory in process {self.world.rank} with {old} sequences a pass; the same "
+                f"command with train.micro_batch={new} goes on with the same effective batch of {self.config.train.batch_size}"
             ) from error
         self.micro_batch = new
         _LOG.warning(
-            "step %d: out of memory with %d rows a pass; %d from now on, the effective batch stays %d",
+            "step %d: out of memory with %d sequences a pass; %d from now on, the effective batch stays %d",
             step + 1, old, new, self.config.train.batch_size,
         )  # fmt: skip
 
-    def _not_finite(self, step: int, rows: list[Served]) -> NoReturn:
-        """Find the rows that alone give a loss or gradient that is not finite, and say so."""
+    def _not_finite(self, step: int, whole_step: list[Served]) -> NoReturn:
+        """Find the sequences that alone give a loss or gradient that is not finite, and say so."""
         found = []
-        for share in passes(rows, self.world.rank, self.world.size, 1):
+        for share in passes(whole_step, self.world.rank, self.world.size, 1):
             self.optimizer.zero_grad(set_to_none=True)
             loss, _ = self._pass(share, last=False)["loss"]
             grads = [p.grad for p in self.drafter.parameters() if p.grad is not None]
             if not all(bool(x.isfinite().all()) for x in (loss, *grads)):
-                found += [r.row.id for r in share]
+                found += [self.source.rows.ids[i] for s in share for i in s.picked[1]]
         self.optimizer.zero_grad(set_to_none=True)
         found = self.world.gather(found)
         who = ", ".join(map(repr, found[:_NAMED])) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")

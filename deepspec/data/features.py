@@ -1,0 +1,109 @@
+"""What the target computed on training rows, from one of two sources behind one call: live, or from a cache on disk.
+
+A source answers `source(index)`, the rows of a micro-batch by their number, with features and hidden states of all
+their positions one after the other. Letters: M rows asked for, N positions of them together, L tapped layers, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..checked import InputError
+from ..modeling.target import Target
+from .rows import Rows
+
+FAULTS = ("non-finite", "all-zero", "constant")
+"""What makes a row's features useless. All three have been seen where a capture went wrong without an error."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of M rows, position after position."""
+
+    features: Tensor
+    """[N, L * D]; zeros in a row that is not usable."""
+    hidden: Tensor
+    """[N, D], right at least where it supervises."""
+    usable: Tensor
+    """[M] bool; the others must not be trained on."""
+
+
+class FeatureSource(Protocol):
+    """Where training takes features from."""
+
+    def __call__(self, index: Sequence[int]) -> Features: ...
+
+    def check(self, limit: float) -> None:
+        """InputError where more than this fraction of the rows so far were not usable. Waits for the device."""
+        ...
+
+
+class Live:
+    """Computed here and now by the target.
+
+    On a CPU each row is a pass of its own: which kernel a matrix product runs, and so its last bits, depends on how
+    many positions it has, and a row's features should not depend on its batch-mates. An accelerator takes all rows
+    in one pass.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int], rows: Rows, dtype: torch.dtype | None = None) -> None:
+        """dtype: what features and hidden are rounded to; None: the target's own."""
+        self.target, self.layers, self.rows, self.dtype = target, tuple(layers), rows, dtype
+        self._seen = 0
+        self._refused = torch.zeros((), dtype=torch.long, device=target.device)
+
+    def __call__(self, index: Sequence[int]) -> Features:
+        device = self.target.device
+        tokens = [torch.from_numpy(self.rows.tokens_of(i).astype("int64")) for i in index]
+        counts = [len(t) for t in tokens]
+        if device.type == "cpu":
+            parts = [self.target.packed_features(t, [len(t)], self.layers) for t in tokens]
+            features, hidden = (torch.cat(x) for x in zip(*parts))
+        else:
+            features, hidden = self.target.packed_features(torch.cat(tokens).to(device), counts, self.layers)
+        if self.dtype is not None:
+            features, hidden = features.to(self.dtype), hidden.to(self.dtype)
+        usable = ~faults(features, hidden, counts, len(self.layers)).any(-1)
+        good = usable.repeat_interleave(torch.tensor(counts, device=device), output_size=len(hidden))[:, None]
+        self._seen += len(counts)
+        self._refused += (~usable).sum()
+        # zeros, not merely no loss: 0 * nan is nan in a gradient
+        return Features(features.where(good, 0), hidden.where(good, 0), usable)
+
+    def check(self, limit: float) -> None:
+        check_refused(int(self._refused), self._seen, limit)
+
+
+def check_refused(refused: int, rows: int, limit: float) -> None:
+    """InputError where more than `limit` of the rows (of 1000, where there are fewer) have useless features."""
+    if refused > limit * max(rows, 1000):
+        raise InputError(
+            f"the target's features of {refused} of {rows} rows are {', '.join(FAULTS[:-1])} or {FAULTS[-1]}, more "
+            f"than data.max_refused ({limit:g}) allows: its weights, its dtype (float16 overflows) or the capture are "
+            "at fault"
+        )
+
+
+def faults(features: Tensor, hidden: Tensor, counts: Sequence[int], layers: int) -> Tensor:
+    """[M, len(FAULTS)] bool: which faults each of M rows of counts[m] positions has in any of its layers, the last
+    hidden state counting as one. Constant: all positions alike, but not zero. Never waits for the device."""
+    size = torch.tensor(counts, device=hidden.device)
+    row = torch.arange(len(counts), device=hidden.device).repeat_interleave(size, output_size=len(hidden))
+    first = (size.cumsum(0) - size)[row]
+
+    def every(flags: Tensor) -> Tensor:
+        """[N, L] -> [M, L]: whether it holds at all positions of a row."""
+        exceptions = torch.zeros(len(counts), flags.shape[1], dtype=torch.int32, device=flags.device)
+        return exceptions.index_add_(0, row, (~flags).int()) == 0
+
+    found = torch.zeros(len(counts), len(FAULTS), dtype=torch.bool, device=hidden.device)
+    for part in (features.unflatten(-1, (layers, -1)), hidden[:, None]):
+        finite, zero = every(part.isfinite().all(-1)), every((part == 0).all(-1))
+        alike = every((part == part[first]).all(-1)) & (size > 1)[:, None] & ~zero
+        found |= torch.stack([(~finite).any(-1), zero.any(-1), alike.any(-1)], -1)
+    return found
