@@ -80,12 +80,9 @@ class Stepper:
         """All passes of this process: sums, and whether none was left out to stop. Where memory runs out it begins
         again with fewer sequences a pass."""
         while True:
-            shares, sums, finished, n = (
-                passes(whole_step, self.world.rank, self.world.size, self.micro_batch),
-                {},
-                True,
-                0,
-            )
+            shares = passes(whole_step, self.world.rank, self.world.size, self.micro_batch)
+            sums: Metrics = {}
+            finished, n = True, 0
             try:
                 for n, share in enumerate(shares):
                     last = n == len(shares) - 1
@@ -147,7 +144,7 @@ class Stepper:
         if waited_for:  # the others are in an exchange of gradients that this process cannot join again
             raise RunError(
                 f"step {step + 1}: out of memory in process {self.world.rank} with {old} sequences a pass; the same "
-                f"command with train.micro_batch={new} goes on with the same effective batch of {self.config.train.batch_size}"
+                f"command with train.micro_batch={new} goes on, with the same effective batch"
             ) from error
         self.micro_batch = new
         _LOG.warning(
