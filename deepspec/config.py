@@ -33,7 +33,8 @@ class LossConfig(Checked):
     reduce: Literal["slot", "document"] = "slot"
     """Average over supervised slots, or first within each document and then over documents."""
     chunk: int = 64
-    """Slots whose logits are alive at once."""
+    """Slots of one product with the vocabulary: their logits are alive at once, in the products' dtype. A product of
+    many slots is faster (on a CPU 512 take half of the time a slot that 64 do)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

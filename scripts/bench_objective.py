@@ -38,7 +38,7 @@ def side(args: argparse.Namespace) -> None:
 
     from deepspec.config import LossConfig
     from deepspec.modeling.vocab import Vocab
-    from deepspec.train.objective import _Divergence
+    from deepspec.train.divergence import Divergence
 
     torch.manual_seed(0)
     V, D, N, R = args.vocab, args.dim, args.slots, args.rank
@@ -54,7 +54,7 @@ def side(args: argparse.Namespace) -> None:
 
     def run(cut: slice) -> torch.Tensor:
         if args.side == "ours":
-            loss = _Divergence.apply(
+            loss = Divergence.apply(
                 h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True
             )[0]
         else:

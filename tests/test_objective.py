@@ -16,7 +16,7 @@ from deepspec import Batch, LossConfig, Objective
 from deepspec.modeling.drafter import Drafter
 from deepspec.modeling.spec import BlockSpec
 from deepspec.modeling.vocab import Vocab
-from deepspec.train import objective as objective_module
+from deepspec.train import divergence as divergence_module
 
 TERMS = {
     "ce": dict(ce=1.0),
@@ -262,7 +262,7 @@ def test_confidence_learns_the_acceptance_rate():
 
 
 def divergence(h, r, w2, vocab, teacher, place, label, weight, config):
-    return objective_module._Divergence.apply(h, r, w2, vocab, teacher, place, label, weight, config, True)
+    return divergence_module.Divergence.apply(h, r, w2, vocab, teacher, place, label, weight, config, True)
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)

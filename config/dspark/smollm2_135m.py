@@ -22,7 +22,7 @@ config = deepspec.Config(
         confidence_stop_gradient=True,
     ),
     # kl is what served the embedded target best; on this one 0.1 ce + 0.9 tv may be quicker (CHANGELOG.md)
-    loss=deepspec.LossConfig(ce=0.1, kl=1.0, tv=0.5, confidence=1.0, slot_decay=exp(-1 / 4)),
+    loss=deepspec.LossConfig(ce=0.1, kl=1.0, tv=0.5, confidence=1.0, slot_decay=exp(-1 / 4), chunk=512),
     data=deepspec.DataConfig(path=(str(cache_dir("smollm2-135m-answers.jsonl")),), max_length=512),
     train=deepspec.TrainConfig(
         lr=1e-3, epochs=4, batch_size=8, micro_batch=4, init="target", target_dtype="bfloat16", save_every=50

@@ -235,6 +235,9 @@ class _Pass:
         # the padded grid of attention holds live rows only
         self.grid = ragged if everyone else Ragged([ragged.counts[b] for b in live], device)
         self._starts = start if everyone else start[live]
+        self._apart = device.type == "cpu" and not self.grid.full
+        """Rows of unequal length attend one by one: on a CPU padding costs more than calls."""
+        self._cuts = [(sum(self.grid.counts[:i]), n) for i, n in enumerate(self.grid.counts)]
         self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -243,10 +246,17 @@ class _Pass:
         if self._solo is not None and self.cache is not None:
             k, v = self.cache.extend(layer, *self._solo, k, v)
             return attend(q, k, v, self._mask(window), scale).transpose(1, 2)
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        packed = q, k, v
+        q, k, v = (x[0].transpose(0, 1) for x in packed)
         grid = self.grid
         if self.cache is not None and self.where is not None:
             self.cache.write(layer, self.where, k, v)
+        if self.fresh and self._apart and (window is None or grid.width <= window):
+            seen = []
+            for start, count in self._cuts:
+                own = [x.narrow(2, start, count) for x in packed]
+                seen.append(attend(own[0], own[1], own[2], None, scale, causal=True).transpose(1, 2))
+            return torch.cat(seen, 1)
         padded = grid.unpack(q).transpose(1, 2)
         if self.fresh:
             k, v = (grid.unpack(x).transpose(1, 2) for x in (k, v))

@@ -1,20 +1,19 @@
 """One training objective for every drafter: four weighted terms over the supervised slots of every block.
 
-Nothing of size [slots, V] outlives a chunk. Slots are sorted by the position whose successor they predict, so that the
-target's distribution is formed once per position; loss and gradient of a chunk are formed together in the forward pass,
-and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
+Nothing of size [slots, V] outlives a chunk (divergence.py). Slots are sorted by the position whose successor they
+predict, so that the target's distribution is formed once per position; loss and gradient of a chunk are formed together
+in the forward pass, and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
 
 A drafter that keeps Vd of the target's V tokens is scored against the whole of V: a label it cannot draft has no ce
 term, kl sums over Vd, L1 counts the target's mass on the rest in full.
 
 Letters: B rows, T positions, A anchors, G slots, N supervised slots, P distinct positions of them, D hidden, R rank,
-V vocabulary (Vd of the drafter), C slots of a chunk.
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from ..config import LossConfig
 from ..modeling.drafter import Batch, Drafter, gather_slots
-from ..modeling.vocab import Vocab
+from .divergence import Divergence
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """{name: (sum, count)}: divided once, after every sum is complete."""
@@ -56,7 +55,7 @@ class Objective(nn.Module):
         h, r = hidden.flatten(0, 2)[index], rows.flatten(0, 2)[index]
         weight_N, weight = self._weights(batch, slots)
         head = r.new_empty(0, 0) if d.rows_out is None else d.rows_out
-        loss, ce, kl, l1 = _Divergence.apply(
+        loss, ce, kl, l1 = Divergence.apply(
             h,
             r,
             head,
@@ -139,143 +138,3 @@ class _Slots:
         index = index[order]
         label = gather_slots(batch.tokens, at + 1).flatten()[index]
         return _Slots(gather_slots(batch.tokens, at), mask, index, index % G, place, label)
-
-
-class _Divergence(torch.autograd.Function):
-    """Weighted sum of ce, kl and tv over slots, with its gradient formed chunk by chunk on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
-        weight: Tensor, config: LossConfig, grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """h [N, D], r [N, R], w2 [Vd, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N]."""
-        device = h.device.type
-        fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-        exact = torch.promote_types(h.dtype, torch.float32)
-        with torch.autocast(device, enabled=False):
-            positions, which, sizes = torch.unique_consecutive(place, return_inverse=True, return_counts=True)
-            out = _Buffers.make(h, r, w2, exact, grad)
-            head, last = vocab.draft_head.to(fast), w2.to(fast)
-            label, known = vocab.to_draft(label)
-            for p0, p1, s0, s1 in _chunks(sizes.tolist(), config.chunk):
-                p, mass = vocab.keep(_softmax_(vocab.target_logits(teacher[positions[p0:p1]]).to(exact)))
-                out.add(
-                    slice(s0, s1), h[s0:s1].to(fast), r[s0:s1].to(fast), head, last, vocab.softcap, p, mass,
-                    which[s0:s1] - p0, label[s0:s1], None if known is None else known[s0:s1], weight[s0:s1], config,
-                )  # fmt: skip
-        ctx.grads = out.gradients()
-        loss = (out.loss * weight).sum()
-        ctx.mark_non_differentiable(out.ce, out.kl, out.l1)
-        return loss, out.ce, out.kl, out.l1
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: Tensor, *unused: Tensor) -> Any:
-        if ctx.grads is None:
-            raise RuntimeError("the objective's gradients are formed once; run it again for a second backward")
-        h, r, w2 = ctx.grads
-        ctx.grads = None  # so that autograd may take the buffers over instead of copying them
-        return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 7
-
-
-@dataclass
-class _Buffers:
-    """What outlives a chunk: per-slot losses, and gradients of h, r and w2 (None where none are wanted)."""
-
-    loss: Tensor
-    ce: Tensor
-    kl: Tensor
-    l1: Tensor
-    d_h: Tensor | None
-    d_r: Tensor | None
-    d_w2: Tensor | None
-
-    @staticmethod
-    def make(h: Tensor, r: Tensor, w2: Tensor, exact: torch.dtype, grad: bool) -> _Buffers:
-        values = [h.new_zeros(len(h), dtype=exact) for _ in range(4)]
-        grads = [torch.zeros_like(x) for x in (h, r, w2)] if grad else [None] * 3
-        return _Buffers(*values, *grads)
-
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        if self.d_h is None or self.d_r is None or self.d_w2 is None:
-            return None
-        return self.d_h, self.d_r, self.d_w2
-
-    def add(
-        self, cut: slice, h: Tensor, r: Tensor, head: Tensor, w2: Tensor, softcap: float | None, p: Tensor,
-        mass: Tensor | None, which: Tensor, label: Tensor, known: Tensor | None, weight: Tensor, config: LossConfig,
-    ) -> None:  # fmt: skip
-        """One chunk: h [C, D], r [C, R], teacher p [P, Vd], its sum [P] where below 1, which [C] names each slot's row
-        of p; label, known [C]. In place: at most two tensors [C, Vd] beside p are alive."""
-        c = config
-        logits = F.linear(h, head).to(p.dtype)
-        tanh = None
-        if softcap is not None:
-            tanh = (logits / softcap).tanh_()
-            logits = tanh * softcap
-        if w2.numel():
-            logits = logits.addmm_(r, w2.T) if r.dtype == logits.dtype else logits.add_(r @ w2.T)
-        top = logits.amax(-1, keepdim=True)
-        logits.sub_(top)
-        at_label = logits.gather(-1, label[:, None])[:, 0]
-        d = p.index_select(0, which)
-        cross = torch.bmm(d[:, None], logits[..., None])[:, 0, 0] if c.kl else None
-        q = logits.exp_()
-        total = q.sum(-1, keepdim=True)
-        q.div_(total)
-        log_total = total[:, 0].log_()
-        ce = log_total - at_label
-        self.ce[cut] = ce if known is None else ce * known
-        share = None if mass is None else mass[which]  # the target's mass on what can be drafted
-        if cross is not None:
-            self.kl[cut] = (log_total if share is None else log_total * share) - cross
-        d.neg_().add_(q)  # q - p
-        l1 = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
-        self.l1[cut] = l1 if share is None else l1.add_((1 - share).clamp_(min=0))
-        self.loss[cut] = c.ce * self.ce[cut] + c.kl * self.kl[cut] + c.tv * self.l1[cut]
-        if self.d_h is None or self.d_r is None or self.d_w2 is None:
-            return
-        # d ce = q - onehot; d kl = q sum(p) - p; d L1 = q (s - <q, s>) with s = sign(q - p)
-        pull: float | Tensor = c.ce + c.kl
-        if known is not None and share is not None:
-            pull = (c.ce * known + c.kl * share)[:, None]
-        if c.tv:
-            sign = d.sign_()
-            mean = torch.bmm(q[:, None], sign[..., None])[:, 0]
-            g = sign.sub_(mean).mul_(c.tv).add_(pull).mul_(q)
-        else:
-            g = torch.mul(q, pull, out=d)
-        if c.kl:
-            g.sub_(torch.index_select(p, 0, which, out=q), alpha=c.kl)
-        if c.ce:
-            push = g.new_full((len(label), 1), -c.ce)
-            g.scatter_add_(-1, label[:, None], push if known is None else push.mul_(known[:, None]))
-        g.mul_(weight[:, None])
-        if w2.numel():
-            g_fast = g.to(r.dtype)
-            self.d_r[cut] = g_fast @ w2
-            if self.d_w2.dtype == g_fast.dtype:
-                self.d_w2.addmm_(g_fast.T, r)
-            else:
-                self.d_w2.add_(g_fast.T @ r)
-        if tanh is not None:
-            g.mul_(1 - tanh.square_())  # the cap is on the base logits only
-        self.d_h[cut] = g.to(h.dtype) @ head
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Softmax in place over the last dimension."""
-    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    return logits.div_(logits.sum(-1, keepdim=True))
-
-
-def _chunks(sizes: list[int], limit: int) -> list[tuple[int, int, int, int]]:
-    """Cut positions of sizes[p] slots into chunks of at most `limit` slots (or one position): p0, p1, s0, s1."""
-    cuts, p0, s0, s1 = [], 0, 0, 0
-    for p, size in enumerate(sizes):
-        if s1 > s0 and s1 + size - s0 > limit:
-            cuts.append((p0, p, s0, s1))
-            p0, s0 = p, s1
-        s1 += size
-    return [*cuts, (p0, len(sizes), s0, s1)] if s1 > s0 else cuts
