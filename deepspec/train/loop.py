@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from ..cache import tentative, whole_dir, writable_dir
-from ..checked import InputError, RunError
+from ..checked import ConfigError, InputError, RunError
 from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from . import checkpoint
@@ -34,6 +34,8 @@ def fit(config: Config, *, resume: str = "auto", stop: Callable[[], bool] = lamb
     wrong. RunError ends a run that cannot go on (memory, numbers that are not finite); its checkpoints stay.
     """
     world = World.join(config.train.device)
+    if world.size > 1 and config.train.target_devices == "all":
+        raise ConfigError("train.target_devices='all' is for one process: others would spread over the same devices")
     with tentative(config.out):
         writable_dir(config.out, "output directory")
         saved = checkpoint.choose(config.out, resume, as_dict(config))

@@ -79,7 +79,10 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     identity = {"rows": len(data.rows), "digest": digest}
     if saved is not None:
         saved.check_data(identity)
-    target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
+    target = Target.load(
+        config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision,
+        device_map="auto" if train.target_devices == "all" else None, bits=train.target_bits,
+    )  # fmt: skip
     if saved is not None:
         tensors = read_tensors(saved.path)
         drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
