@@ -98,12 +98,12 @@ class DSpark(BlockDrafter):
         if head is None:
             tokens, probs = self.vocab.full(*sampling.draw(base, uniforms))
         else:
-            state, prev, drawn, laws = head.start(hidden), anchors, [], []
+            state, prev, drawn = head.start(hidden), anchors, []
+            laws = torch.zeros(base.shape, device=base.device)
             for g in range(base.shape[1]):
                 state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
-                prev, law = self.vocab.full(*sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g]))
-                drawn.append(prev)
-                laws.append(law)
-            tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
+                drawn.append(sampling.fill(laws[:, g], base[:, g] + head.markov_w2(row), uniforms[:, g]))
+                prev = self.vocab.to_target(drawn[-1])
+            tokens, probs = self.vocab.full(torch.stack(drawn, 1), laws)
         before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
         return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())

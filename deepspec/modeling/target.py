@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..checked import InputError
 from .attention import attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
 from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
+from .packed import pack
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -61,6 +62,7 @@ class Target:
         embedding = head if inputs.weight is outputs.weight else weight_at(inputs, device)
         self.vocab = Vocab(embedding, head, softcap=family.softcap, embed_scale=family.embed_scale)
         self._decoder = model.get_decoder()
+        pack(self._decoder)
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
@@ -197,8 +199,9 @@ class Session:
             parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
         if last_only:
-            last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
-            logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
+            last = on_device(count_list, tokens.device).sub(1).clamp(min=0)
+            newest = hidden[torch.arange(B, device=tokens.device), last] if S else hidden.new_zeros(B, hidden.shape[-1])
+            logits = self.target.vocab.logits(newest)[:, None]
         elif ragged.full:
             logits = self.target.vocab.logits(hidden)
         else:
@@ -240,12 +243,12 @@ class _Pass:
         starts = [lengths[b] for b in live]
         self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
         self.fresh = not any(starts)  # nothing in the cache yet: plain causal attention among the new tokens
-        start = torch.tensor(lengths, device=device)
+        start = on_device(lengths, device)
         self.positions = start[ragged.rows] + ragged.columns
         self.ignored = torch.empty(1, 1, 1, 1, device=device)
         """A 4-D mask stops transformers from making one; our attention does not read it."""
         everyone = len(live) == len(ragged.counts)
-        self.alone = torch.tensor(live, device=device) if not everyone else None
+        self.alone = on_device(live, device) if not everyone else None
         self._solo = (live[0], starts[0]) if cache is not None and len(live) == 1 and not self.fresh else None
         """The row that is alone, and where it starts: its keys are a plain slice."""
         self.where = None if cache is None or self._solo else ragged.rows * cache.capacity + self.positions
