@@ -7,9 +7,11 @@ random state in it: whatever is random depends on (seed, epoch, row) alone.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ..cache import whole_dir, write_text
 from ..checked import ConfigError, InputError
-from ..config import TrainConfig, as_dict
+from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from ..modeling.drafter import Drafter
 from .distributed import World, like, whole
@@ -76,9 +78,7 @@ def choose(out: Path, resume: str, settings: dict[str, Any]) -> Saved | None:
             f"{out} holds a run of its own, up to {own[-1].name}; to go on from {path} choose another `out`"
         )
     trainer, config = (_read(path / name) for name in ("trainer.json", "config.json"))
-    old = trainer["settings"]
-    old = old | {"train": as_dict(TrainConfig()) | old["train"]}  # settings that came later
-    if differences := differ(old, settings):
+    if differences := differ(_complete(trainer["settings"]), settings):
         raise ConfigError(
             f"{path.parent.parent} holds a run with other settings ({'; '.join(differences)}); "
             "choose another `out`, or --resume never to start over"
@@ -99,6 +99,15 @@ def _read(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file} is truncated or damaged: {error}") from None
+
+
+def _complete(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run that began before some of them existed: those had their defaults."""
+    for name, kind in typing.get_type_hints(Config).items():
+        if dataclasses.is_dataclass(kind):
+            with_default = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
+            settings = settings | {name: {f.name: as_dict(f.default) for f in with_default} | settings.get(name, {})}
+    return settings
 
 
 def differ(old: Any, new: Any, key: str = "") -> list[str]:

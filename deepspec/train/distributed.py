@@ -104,17 +104,6 @@ class Wrapped:
         with contextlib.nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             yield
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """The module's own methods see whole weights in here, on every process (all must enter)."""
-        if self._shards is not None:
-            self._shards.unshard()
-        try:
-            yield
-        finally:
-            if self._shards is not None:
-                self._shards.reshard()
-
 
 def whole(x: Tensor) -> Tensor:
     """A tensor that may be split over processes, whole on each (all must ask)."""
