@@ -90,10 +90,5 @@ def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = N
         torch.manual_seed(config.seed)
         drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
-    set_attention(drafter, config.train.attention)
+    drafter.attention = config.train.attention
     return drafter
-
-
-def set_attention(drafter: Drafter, backend: str) -> None:
-    """Choose the backend of teacher-forced attention."""
-    drafter.attention = backend  # type: ignore[assignment]
