@@ -21,11 +21,7 @@ from torch import Tensor
 
 from ..cache import whole_dir, write_text
 from ..checked import ConfigError, InputError
-<<<<<<< HEAD
 from ..config import Config, as_dict
-=======
-from ..hub.files import read_tensors
->>>>>>> main
 from ..hub.native import write_drafter
 from ..modeling.drafter import Drafter
 from .distributed import World, like, whole

@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError
-<<<<<<< HEAD
 from ..config import Config
 from ..data.rows import Rows
-from ..hub.native import find_drafter, read_tensors
-from ..modeling import draft_vocab
-=======
 from ..hub.files import find_drafter, read_tensors
->>>>>>> main
+from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
 from ..modeling.target import Target

@@ -12,7 +12,7 @@ import torch
 
 from ..config import Config, as_dict
 from ..data.training import TrainingData, training_data
-from ..hub.native import read_tensors
+from ..hub.files import read_tensors
 from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
