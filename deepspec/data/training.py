@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import Config
 from ..modeling import loading
 from ..modeling.ends import Ends
@@ -39,12 +41,16 @@ class TrainingData:
     def loader(self) -> Loader:
         return Loader(self.sequences, self.config.train.batch_size, self.config.seed)
 
-    def load_target(self) -> Target | Ends:
-        """The target, or its two ends where nothing needs its layers: a forward pass of it, or a start from them."""
+    def load_target(self, device: torch.device) -> Target | Ends:
+        """On `device`: the target, or its two ends where nothing needs its layers (a forward pass, a start from
+        them)."""
         c, train = self.config, self.config.train
-        options: dict[str, Any] = {"device": train.device, "dtype": train.target_dtype, "revision": c.target_revision}
+        options: dict[str, Any] = {"device": str(device), "dtype": train.target_dtype, "revision": c.target_revision}
         whole = self.cache is None or train.init == "target" or c.target.endswith(".gguf")
-        return Target.load(c.target, **options) if whole else Ends.load(c.target, **options)
+        if not whole:
+            return Ends.load(c.target, **options)
+        spread = "auto" if train.target_devices == "all" else None
+        return Target.load(c.target, **options, device_map=spread, bits=train.target_bits)
 
     def batches(self, target: Target | Ends) -> Batches:
         """Makes the micro-batches of these rows. InputError where the cache is of another target."""

@@ -108,6 +108,11 @@ class DrafterConfig(Checked, ABC):
         return False
 
     @property
+    def draft_size(self) -> int | None:
+        """How many of the target's tokens the drafter will draft from; None: all."""
+        return None
+
+    @property
     def confidence_temperatures(self) -> tuple[float, ...]:
         """What divides each slot's confidence logit [G]; empty: as trained."""
         return ()

@@ -72,6 +72,10 @@ class Eagle3Config(DrafterConfig):
             f"drafter.num_anchors must be >= 1 or None, got {self.num_anchors}",
         )
 
+    @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
+
     def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
         return Eagle3(self, spec, vocab)
 
