@@ -122,6 +122,16 @@ def uniforms(seeds: Tensor, positions: Tensor, stream: int | Tensor) -> Tensor:
     return (((x ^ y) << 16 | y >> 16).double() + 0.5) * 2.0**-48
 
 
+def fold(seed: int, *parts: Tensor) -> Tensor:
+    """One seed for each place in `parts` (long, in [0, 2^32), broadcast together): a hash of all 64 bits of `seed` and
+    of every part, long, in [0, 2^62)."""
+    seeds = torch.tensor((seed + 2**63) % 2**64 - 2**63)
+    for n, part in enumerate(parts):
+        high, low = (_lane(seeds, part, n, salt) for salt in (0, 0x1B873593))
+        seeds = high >> 2 << 32 | low
+    return seeds
+
+
 def _lane(seeds: Tensor, positions: Tensor, stream: int | Tensor, salt: int) -> Tensor:
     x = _mix(_mix(seeds & _MASK32 ^ salt) ^ (seeds >> 32 & _MASK32))
     return _mix(_mix(x ^ (positions & _MASK32)) ^ stream * 0x3C6EF372 & _MASK32)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from deepspec.data import feature_build
 from deepspec.data.__main__ import command as data_command
 from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
-from deepspec.data.encoding import GROUP, bytes_per_token, decode, encode_row
+from deepspec.data.encoding import bytes_per_token, decode, encode_row
 from deepspec.data.feature_build import _claim, build, look
 from deepspec.data.feature_cache import Cached, shard_name
 from deepspec.data.features import FAULTS, Live, faults
@@ -74,20 +73,21 @@ def test_a_row_s_features_do_not_depend_on_its_batch_mates():
 @pytest.mark.parametrize("dim", [64, 640, 100])
 def test_int8_is_within_half_a_level_of_its_group(dim):
     """Each value within half of 1/127 of the largest in its group of 64 channels, plus what the bfloat16 scale and
-    result lose; a channel a thousand times larger spoils its own group alone. Half the bytes of bfloat16."""
+    result lose; a channel a thousand times larger spoils its own group alone. Half the bytes of bfloat16. The hidden
+    state, which the teacher's distribution comes from, is bfloat16."""
     x = torch.randn(7, 2, dim) * torch.logspace(-3, 3, dim)
     x[0, 0] = 0
     x[:, :, 3] = 1e4
     parts = encode_row(x, x[:, 0], "int8")
-    for name, exact in (("features", x), ("hidden", x[:, 0])):
-        back = decode(parts, name).float()
-        for start in range(0, dim, GROUP):
-            cut = slice(start, start + GROUP)
-            bound = exact[..., cut].abs().amax(-1, keepdim=True) * (0.5 / 127 + 2 / 256)
-            assert ((back - exact)[..., cut].abs() <= bound + 1e-12).all()
+    back = decode(parts).float()
+    for start in range(0, dim, 64):
+        cut = slice(start, start + 64)
+        bound = x[..., cut].abs().amax(-1, keepdim=True) * (0.5 / 127 + 2 / 256)
+        assert ((back - x)[..., cut].abs() <= bound + 1e-12).all()
+    assert torch.equal(parts["hidden"], x[:, 0].bfloat16())
     stored = sum(part.nbytes for part in parts.values())
     assert stored == 7 * (bytes_per_token(2, dim, "int8", 1.0))
-    assert dim % GROUP or stored < 0.52 * 7 * bytes_per_token(2, dim, "bfloat16")
+    assert dim % 64 or stored == 7 * (2 * dim * 66 / 64 + 2 * dim)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
     whole = ("--config", "config/dspark/qwen3_4b.py", "--target-config", tmp_path / "config.json")
     code, out, _ = command(capsys, "plan", *whole, "--tokens", "1.24e9")
     assert code == 0 and re.search(r"bfloat16 +38.1 TB  30,720 bytes a token", out)
-    assert re.search(r"int8 +19.6 TB  15,840 bytes a token", out)
+    assert re.search(r"int8 +22.7 TB  18,320 bytes a token", out)
     for args in (whole, ("--config", file, "--sample", 0), ("--config", file, "--set", "data.path=no.jsonl")):
         code, out, err = command(capsys, "plan", *args)
         assert code == 2 and len(err) == 1, args
@@ -500,21 +500,31 @@ def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_and_kills(run, tmp_path):
-    """Two builders at once, each killed twice with SIGKILL at odd moments and started again: what they leave is what
-    one uninterrupted builder makes."""
+    """Two builders at once, both killed with SIGKILL twice, whatever they were writing, and started again: what they
+    leave is what one uninterrupted builder makes."""
     file, _ = run
-    big = tmp_path / "rows.jsonl"
-    big.write_text("".join(json.dumps(r) + "\n" for r in token_rows(4000, length=60)))
-    args = ["--config", str(file), "--set", f"data.path={big}", "--shard-mb", "0.2"]
-    words = [sys.executable, "-m", "deepspec.data", "features", *args, "--out", str(tmp_path / "c")]
-    for wait in (7.3, 9.1):
-        both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in "ab"]
-        time.sleep(wait)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(r) + "\n" for r in token_rows(6000, length=60)))
+
+    def start(out):
+        words = ["--config", file, "--set", f"data.path={rows}", "--shard-mb", "2", "--out", out]
+        return subprocess.Popen([sys.executable, "-m", "deepspec.data", "features", *map(str, words)])
+
+    made = tmp_path / "c"
+    for shards in (2, 5):
+        both = [start(made) for _ in "ab"]
+        deadline = time.monotonic() + 120
+        while len([*made.glob("shard-*")]) < shards and time.monotonic() < deadline:
+            time.sleep(0.01)
         for process in both:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
-    assert look(tmp_path / "c").missing > 0
-    both = [subprocess.Popen(words) for _ in "ab"]
+    assert look(made).missing > 2
+    both = [start(made) for _ in "ab"]
     assert [process.wait() for process in both] == [0, 0]
-    assert subprocess.run([*words[:-1], str(tmp_path / "straight")]).returncode == 0
-    assert contents(tmp_path / "c") == contents(tmp_path / "straight")
+    assert start(tmp_path / "straight").wait() == 0
+    ours, theirs = (
+        {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
+        for folder in (made, tmp_path / "straight")
+    )
+    assert ours == theirs and len(ours) > 8 and look(made, check=True).missing == 0

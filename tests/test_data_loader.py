@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_data_chat import load as template_tokenizer
+from test_data_chat import load as chat_tokenizer
+from test_data_prompts import assistant, user
 
 from deepspec.checked import InputError
 from deepspec.config import DataConfig
@@ -168,7 +169,10 @@ def test_packs_hold_every_row_once_within_the_budget(budget):
     place = {row: n for n, row in enumerate(order)}
     assert all(sorted(p, key=place.get) == list(p) for p in packs)
     assert pack([budget, 1, budget + 5, 2], range(4), budget) == [(0,), (1, 3), (2,)]
-    assert len(pack([2] * 200, range(200), 3)) == 200 and OPEN < 200
+    # of more than OPEN packs with room the fullest is closed: the emptiest still takes a row that fills it
+    lengths = [501 + i for i in range(OPEN + 1)] + [499, 1000 - 501 - OPEN]
+    packs = pack(lengths, range(OPEN + 3), 1000)
+    assert packs[0] == (0, OPEN + 1) and packs[OPEN] == (OPEN,) and packs[OPEN - 1] == (OPEN - 1, OPEN + 2)
 
 
 def test_packing_depends_on_the_seed_alone():
@@ -209,9 +213,10 @@ def test_a_packed_batch_keeps_its_rows_apart():
 def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp_path, truncates):
     """120 chats and one of 40,000 tokens: rows in the file's order, as one thread makes them, the long one cut, each
     refusal counted; also with a tokenizer whose file asks for truncation."""
-    tokenizer = copy.deepcopy(template_tokenizer("small-qwen3"))
+    tokenizer, alone_with = (copy.deepcopy(chat_tokenizer("small-qwen3")) for _ in range(2))
     if truncates:
-        tokenizer.backend_tokenizer.enable_truncation(3)
+        for one in (tokenizer, alone_with):
+            one.backend_tokenizer.enable_truncation(3)
     chats = [[("user", f"q{i} " * (i % 7 + 1)), ("assistant", f"a{i} " * (i % 5 + 2))] for i in range(120)]
     chats[40] = [("user", "q"), ("assistant", "word " * 8_000)]
     chats[90] = [("user", "q"), ("robot", "a")]
@@ -223,7 +228,7 @@ def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp
     assert [row.id for row in found] == [f"{i}#0" for i in ids]
     assert len(found[40].tokens) == 500
     for row, i in zip(found, ids):
-        (alone,) = training_rows(records[i], tokenizer, (), "auto")
+        (alone,) = training_rows(records[i], alone_with, (), "auto")
         assert len(alone.tokens) > 3 and row == Row(alone.id, alone.tokens[:500], alone.loss_mask[:500])
     assert len(load(tmp_path / "r.jsonl", tokenizer=tokenizer, vocab_size=10**6, max_length=500)[0]) == 119
 
@@ -241,3 +246,75 @@ def test_every_so_manieth_record(tmp_path):
     path = write(tmp_path / "r.jsonl", *[token_row(2, 3 + i, id=i) for i in range(10)])
     config = DataConfig(path=str(path), min_supervised=2)
     assert [row.id for row in load_rows(config.path, None, (), config, 100, every=4)[0]] == ["0", "4", "8"]
+
+
+ANSWER = "word " * 14
+
+DIRTY = [
+    b"{",
+    b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    b"[1, 2]",
+    b"",
+    b'{"text": "no layout"}',
+    b'{"messages": "no list"}',
+    *(
+        json.dumps(record).encode()
+        for record in (
+            {"messages": [assistant(ANSWER), user("q"), assistant(ANSWER)], "id": "assistant first"},
+            {"messages": [user("q"), user("q"), assistant(ANSWER)], "id": "double user"},
+            {"messages": [user("q"), assistant(" ")], "id": "empty turn"},
+            {"messages": [{"role": "developer", "content": "q"}, assistant(ANSWER)], "id": "unknown role"},
+            {"messages": [user("word " * 40_000), assistant(ANSWER)], "id": "40k tokens"},
+            {"messages": [user("q"), assistant("short")], "id": "short"},
+            {"messages": [user("q"), assistant(ANSWER)], "id": "tools", "tools": "{"},
+            {"messages": [user("q"), assistant(ANSWER)], "id": "good"},
+            {"messages": [user("another"), assistant(ANSWER)], "id": "good"},
+        )
+    ),
+]
+REASONS = {
+    "not valid JSON": 1,
+    "not UTF-8": 1,
+    "must be a JSON object": 1,
+    "empty line": 1,
+    "none of the keys prompt_ids, messages, conversations, turns": 1,
+    "messages must be a list of objects": 1,
+    "tools is not valid JSON": 1,
+    "empty assistant turn": 1,
+    "unknown role 'developer'": 1,
+    "fewer than 14 supervised tokens": 1,
+    "fewer than 14 supervised tokens in the first 4096": 1,
+    "duplicate": 1,
+    "duplicate id, other tokens": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "strict"), [("small-gemma3", True), ("gemma3", True), ("small-llama3_1", False)])
+def test_a_dirty_file_gives_good_rows_and_a_count_for_every_reason(tmp_path, name, strict):
+    """Bad lines are read over only where that is asked for. Tools as list, string, null and absent are all good; two
+    user turns in a row are for the template to refuse."""
+    tokenizer = chat_tokenizer(name)
+    tools = [{"name": "add"}]
+    good = [
+        {"messages": [user("q"), assistant(ANSWER)], "id": f"t{i}", "tools": t} for i, t in enumerate(("", None, tools))
+    ]
+    good += [{"messages": [user("q"), assistant(ANSWER)], "id": "t3", "tools": json.dumps(tools)}]
+    lines = DIRTY + [DIRTY[-2]] + [json.dumps(r).encode() for r in good]
+    path = tmp_path / "dirty.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(InputError, match=r"dirty\.jsonl, line 1: not valid JSON"):
+        load(path, tokenizer=tokenizer, min_supervised=14, vocab_size=1 << 20)
+    rows, dropped = load(path, tokenizer=tokenizer, min_supervised=14, vocab_size=1 << 20, malformed="skip")
+    kept = ["good#0", "t0#0", "t1#0", "t2#0", "t3#0"]
+    assert [row.id for row in rows] == (kept if strict else ["double user#0", *kept])
+    alternate = {reason: n for reason, n in dropped.items() if "alternate" in reason}
+    assert sum(alternate.values()) == strict
+    expected = {**REASONS, "assistant turn before any user turn": 1}
+    assert {reason: n for reason, n in dropped.items() if reason not in alternate} == expected
+    assert len(rows) + dropped.total() == len(lines)
+
+
+def test_a_file_with_nothing_usable_says_why(tmp_path):
+    (tmp_path / "dirty.jsonl").write_bytes(b"\n".join(DIRTY[:6]) + b"\n")
+    with pytest.raises(InputError, match=r"no training row in .*; dropped: 1 not valid JSON, 1 not UTF-8, 1 must be"):
+        load(tmp_path / "dirty.jsonl", tokenizer=chat_tokenizer("small-gemma3"), malformed="skip")

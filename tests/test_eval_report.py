@@ -27,7 +27,7 @@ SETTINGS = {
     "verify": ["token"],
     "draft": ["sample"],
     "thinking": "auto",
-    "trained_thinking": {"dflash": None, "dspark": "auto"},
+    "warnings": [],
     "turns": "first",
     "seed": 0,
     "command": "python -m deepspec.eval --drafter x",
@@ -222,10 +222,10 @@ def test_tasks_side_by_side():
 
 
 def test_what_makes_runs_incomparable_is_said():
-    told = [row(later_turns=80, settings={**SETTINGS, "trained_thinking": {"dspark": "off"}, "thinking": "on"})]
+    told = [row(later_turns=80, settings={**SETTINGS, "warnings": ["dspark was trained otherwise"]})]
     text = report.text(told)
     assert "80 later turns of the prompts: not asked (--turns all asks them)" in text
-    assert "dspark was trained on answers made with thinking off; here it is on" in text
+    assert "\ndspark was trained otherwise\n" in text
     assert "trained" not in report.text([row()]) and "turns" not in report.text([row()])
 
 
@@ -301,7 +301,7 @@ def test_a_browser_draws_every_picture_of_the_page(tmp_path):
 
 
 SWEEP = [row(f"dspark threshold:{x}", t, schedule=f"threshold:{x}") for x in (0, 0.5, 0.9) for t in (0.0, 1.0)]
-TWO_TASKS = both() + [{**r, "task": "gsm8k", "domain": "math"} for r in both()]
+TWO_TASKS = [{**r, "task": task, "domain": "math"} for task in ("gsm8k", "math500") for r in both()]
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,11 @@ TWO_TASKS = both() + [{**r, "task": "gsm8k", "domain": "math"} for r in both()]
     [
         (both(), {"tau.png", "acceptance.png", "time.png"}),
         (TWO_TASKS, {"tau.png", "acceptance.png", "domains.png", "time.png"}),
+        ([{**r, "task": t, "domain": t} for t in "ab" for r in both()], {"tau.png", "acceptance.png", "time.png"}),
         (SWEEP, {"tau.png", "acceptance.png", "time.png", "thresholds.png"}),
         ([row(tau=None, tau_interval=None, decomposition=None)], {"tau.png", "acceptance.png"}),
     ],
-    ids=["one task", "two", "sweep", "nothing measured"],
+    ids=["one task", "two of a domain", "two domains", "sweep", "nothing measured"],
 )
 def test_pictures_are_drawn_for_what_the_rows_hold(rows, names, tmp_path):
     pytest.importorskip("matplotlib")

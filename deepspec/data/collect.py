@@ -16,10 +16,10 @@ from tqdm import tqdm
 from ..cache import tentative, whole_file, writable_dir, write_text
 from ..checked import InputError
 from ..provenance import provenance
-from .chat import Message, Skip, conversation, layout, record_id, text_of, to_answer, token_ids
 from .manifest import manifest_path, read_manifest
 from .overlap import Overlap
 from .prompts import counted, hash_id, held_out, reasons
+from .records import Message, Skip, conversation, layout, record_id, text_of, to_answer, token_ids
 from .sources import as_conversation, count_records, read_source, source_name
 
 
@@ -105,7 +105,7 @@ def collect_prompts(
 
 def _prompts(choice: Choice, exclude: Overlap, dropped: Counter[str], skip_malformed: bool) -> Iterable[Message]:
     skipped = dropped if skip_malformed else None
-    total = sum(count or 0 for count in (count_records(source, choice.split) for source in choice.sources))
+    total = sum(count_records(source, choice.split) for source in choice.sources)
     with tqdm(total=total, unit="record", desc="prompts", disable=None) as bar:
         for source in choice.sources:
             for where, record in read_source(source, choice.split, skipped):

@@ -120,11 +120,7 @@ class OpenShard:
             raise InputError(f"{self.path} belongs to another cache than the manifest beside it; delete it and {AGAIN}")
         if seal != found:
             raise self._damaged("the checksum of its index does not match")
-        expected, rows = manifest.shards[number], len(self.index["keys"])
-        good = self.index["fault"] < 0
         counts = {name: int(self.index[name].sum()) for name in ("positions", "supervised")}
-        if rows != expected.rows or (good.all() and counts != {k: vars(expected)[k] for k in counts}):
-            raise self._damaged(f"{rows} rows of {counts}, but the manifest says {expected}")
         for name, shape in shapes.items():
             if shape[0] != counts[_counted(name)]:
                 raise self._damaged(f"{name} has {shape[0]} entries, its index says {counts}")
@@ -189,7 +185,7 @@ class Cached:
             found.append(shard.row(int(self._inside[i]), check=not self._checked[i]))
             self._checked[i] = True
         parts = {name: torch.cat([row[name] for row in found]).to(self.device) for name in found[0]}
-        features, hidden = decode(parts, "features").flatten(1), decode(parts, "hidden")
+        features, hidden = decode(parts).flatten(1), parts["hidden"]
         where = torch.from_numpy(np.concatenate([self.rows.supervising(i) for i in index]).nonzero()[0])
         full = hidden.new_zeros(len(features), hidden.shape[-1]).index_copy_(0, where.to(self.device), hidden)
         return Features(features, full, torch.zeros(len(index), len(FAULTS), dtype=torch.bool, device=self.device))

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..checked import InputError, require
-from .chat import Message, Row, layout, training_rows
+from .chat import Row, together, training_rows
 from .packing import pack
 from .prompts import Seen, TokenizerSource, counted, read_records, reasons, tokenizer_getter
+from .records import Message, layout
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def load_rows(
     def make(record: Message) -> list[Row]:
         needed = None if layout(record) == "prompt_ids" else ready()
         made = training_rows(record, needed, stop_ids, config.thinking)
+        made = together(made) if config.turns == "together" else made
         for row in made:
             _check_ids(row, vocab_size)
         return made

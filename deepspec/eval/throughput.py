@@ -24,8 +24,10 @@ Array = np.ndarray[Any, Any]
 
 MEMORY = 32
 """Proposals that the history holds at least: a single request's last one would be a poor forecast."""
-PROBE = 16
-"""While drafting does not pay, one row in so many gets a draft once in so many rounds, to see whether it does again."""
+MARGIN = 1.05
+"""How much more than plain decoding drafting must promise: profiles and forecasts are a few percent off."""
+PROBE_ROUNDS, PROBE_ROWS = 32, 16
+"""While drafting does not pay, once in so many rounds one row in so many gets a draft, to see whether it does again."""
 
 
 def throughput(cost: Cost) -> Schedule:
@@ -84,14 +86,14 @@ class History:
         weight = requests / len(pool)
         rate = rates(self.cost, requests, survival, weight)
         best = int(rate.argmax())
-        return round(best * weight) if rate[best] * self.cost.plain(requests) > requests else 0
+        return round(best * weight) if rate[best] * self.cost.plain(requests) > MARGIN * requests else 0
 
 
 class _Scheduler:
     """What both have in common: the history, and drafting only where it says that it pays."""
 
-    def __init__(self, cost: Cost, memory: int = MEMORY, probe: int = PROBE) -> None:
-        self.cost, self.history, self.probe = cost, History(cost, memory), probe
+    def __init__(self, cost: Cost, memory: int = MEMORY) -> None:
+        self.cost, self.history = cost, History(cost, memory)
         self._round = 0
 
     def wants(self, active: Tensor) -> Tensor:
@@ -99,9 +101,9 @@ class _Scheduler:
         self._round += 1
         if self.history.budget(int(active.sum())) != 0:
             return active
-        turn, rest = divmod(self._round, self.probe)
+        turn, rest = divmod(self._round, PROBE_ROUNDS)
         places = torch.arange(len(active))
-        return active & (places % self.probe == turn % min(self.probe, len(active))) & (rest == 0)
+        return active & (places % PROBE_ROWS == turn % min(PROBE_ROWS, len(active))) & (rest == 0)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
         values = confidence.double().cpu().numpy()

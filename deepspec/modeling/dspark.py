@@ -50,6 +50,10 @@ class DSparkConfig(BlockConfig):
         return self.confidence_head
 
     @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
+
+    @property
     def confidence_reads_markov(self) -> bool:
         return self.confidence_with_markov and self.markov_rank > 0
 

@@ -22,7 +22,8 @@ from ..checked import InputError
 from .attention import attend
 from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
-from .loading import load_model, load_tokenizer, stop_ids
+from .fixed import PLACES, FixedDecoder, capacity
+from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
 from .packed import pack
 from .vocab import Vocab
 
@@ -46,18 +47,21 @@ class Scored:
 class Target:
     """A Hugging Face causal language model."""
 
-    def __init__(self, model: Any, *, name: str = "", revision: str | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: Any, *, name: str = "", revision: str | None = None, tokenizer: Any = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """device: where inputs, features and the vocabulary shared with drafters live; None: where the head is."""
         self.model = model.eval().requires_grad_(False)
         self.name, self.revision, self.tokenizer = name, revision, tokenizer
         self.config = model.config.get_text_config()
         family: Family = read_family(model.config)
         self.spec = family.block
-        self.vocab = Vocab(
-            model.get_input_embeddings().weight,
-            model.get_output_embeddings().weight,
-            softcap=family.softcap,
-            embed_scale=family.embed_scale,
-        )
+        inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+        device = outputs.weight.device if device is None else device
+        head = weight_at(outputs, device)
+        embedding = head if inputs.weight is outputs.weight else weight_at(inputs, device)
+        self.vocab = Vocab(embedding, head, softcap=family.softcap, embed_scale=family.embed_scale)
         self._decoder = model.get_decoder()
         pack(self._decoder)
         self.num_layers = len(self._decoder.layers)
@@ -65,14 +69,25 @@ class Target:
         model.set_attn_implementation(ATTENTION)
         self.stop_ids: tuple[int, ...] = stop_ids(model.generation_config, self.config, tokenizer)
         """Ids that end an answer, from the generation config, the model config and the tokenizer."""
+        self.fixed: FixedDecoder | None = None
+
+    def compile(self, **options: Any) -> None:
+        """From now on sessions score up to fixed.PLACES tokens a row in passes of one shape, compiled at the first of
+        each shape; options are torch.compile's. Prefill stays as it is."""
+        self.fixed = FixedDecoder(self._decoder, **options)
 
     @classmethod
     def load(
-        cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
-    ) -> Target:
-        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one."""
-        model = load_model(name, device=device, dtype=dtype, revision=revision)
-        return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision))
+        cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None,
+        device_map: str | dict[str, Any] | None = None, bits: int | None = None,
+    ) -> Target:  # fmt: skip
+        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one.
+
+        device_map, bits: layers over several devices, layers in 8 or 4 bits (see load_model); what drafters share is on
+        `device` and in `dtype` all the same."""
+        model = load_model(name, device=device, dtype=dtype, revision=revision, device_map=device_map, bits=bits)
+        home = pick_device(device) if device_map is not None else None
+        return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision), device=home)
 
     @property
     def device(self) -> torch.device:
@@ -108,8 +123,13 @@ class Target:
         return self._run(view, tokens, tuple(target_layer_ids))
 
     def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies."""
+        """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies. InputError
+        where they are quantised or not in memory."""
         layers = [layer.state_dict() for layer in self._decoder.layers]
+        if any(x.is_meta or not x.is_floating_point() for layer in layers for x in layer.values()):
+            raise InputError(
+                f"the layers of target {self.name!r} are quantised or offloaded; no drafter can start from them"
+            )
         return layers, self._decoder.norm.state_dict()
 
     def _check_layers(self, ids: Sequence[int]) -> None:
@@ -128,8 +148,11 @@ class Target:
                 use_cache=False,
                 deepspec_pass=view,
             )
-        hidden = output.last_hidden_state[0]
-        features = torch.cat([seen[i][0] for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
+        home = self.device
+        hidden = output.last_hidden_state[0].to(home)
+        features = (
+            torch.cat([seen[i][0].to(home) for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
+        )
         return features, hidden
 
     @contextlib.contextmanager
@@ -158,7 +181,9 @@ class Session:
         self.target, self.rows, self.max_length, self.layer_ids = target, rows, max_length, layer_ids
         self.lengths = [0] * rows
         """Tokens of each row whose keys and values are in the cache."""
-        self._cache = KVCache(rows, max_length)
+        self.fixed = target.fixed is not None
+        """Whether passes after the prefill have one shape, whatever counts say: all rows, all of the S places."""
+        self._cache = KVCache(rows, capacity(max_length) if self.fixed else max_length)
 
     @torch.no_grad()
     def score(self, tokens: Tensor, counts: Tensor | Sequence[int] | None = None, *, last_only: bool = False) -> Scored:
@@ -174,6 +199,11 @@ class Session:
                 raise ValueError(
                     f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}"
                 )
+        if self.target.fixed is not None and any(self.lengths) and 0 < S <= PLACES and not last_only:
+            start = on_device(self.lengths, tokens.device)
+            features, hidden = self.target.fixed(tokens, start, self._cache, self.layer_ids)
+            self.lengths = [length + count for length, count in zip(self.lengths, count_list)]
+            return Scored(self.target.vocab.logits(hidden), features, hidden)
         ragged = Ragged(count_list, tokens.device)
         width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
         if width >= S:
@@ -221,7 +251,8 @@ class _Pass:
     """One packed pass: which row and place each of N tokens has, and attention over it."""
 
     def __init__(self, ragged: Ragged, lengths: Sequence[int], cache: KVCache | None) -> None:
-        self.ragged, self.cache = ragged, cache
+        self.ragged, self.cache, self._lengths = ragged, cache, list(lengths)
+        self._elsewhere: dict[torch.device, _Pass] = {}
         live, device = ragged.live, ragged.device
         starts = [lengths[b] for b in live]
         self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
@@ -243,6 +274,15 @@ class _Pass:
         self._cuts = [(sum(self.grid.counts[:i]), n) for i, n in enumerate(self.grid.counts)]
         self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
         self._masks: dict[int | None, Tensor | None] = {}
+
+    def to(self, device: Any, **kwargs: Any) -> _Pass:
+        """The same pass for a layer on another device: accelerate asks for it where a target is spread over several."""
+        place = torch.device(device)
+        if place == self.ragged.device:
+            return self
+        if place not in self._elsewhere:
+            self._elsewhere[place] = _Pass(Ragged(self.ragged.counts, place), self._lengths, self.cache)
+        return self._elsewhere[place]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""

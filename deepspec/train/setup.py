@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 
 from ..config import Config, as_dict
 from ..data.training import TrainingData, training_data
-from ..modeling import loading
+from ..hub.files import read_tensors
+from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
 from ..modeling.target import Target
+from ..modeling.vocab import Vocab
 from ..provenance import provenance
 from . import init
+from .checkpoint import Saved
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Setup:
 
     config: Config
     data: TrainingData
+    identity: dict[str, Any]
+    """What tells the data from others: the number of rows, and a hash of them in their order."""
     target: Target | Ends
     drafter: Drafter
     started: list[str]
@@ -48,34 +54,41 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests}
+            "data": {**self.identity, "dropped": dict(self.data.dropped), "manifests": manifests}
             | ({} if self.data.cache is None else {"cache": self.data.cache.manifest.summary()}),
             "versions": provenance(),
         }
 
 
-def prepare(config: Config) -> Setup:
-    """Check everything, then read the target and build the drafter. InputError says what is wrong."""
+def prepare(config: Config, device: torch.device, saved: Saved | None = None) -> Setup:
+    """Check everything, then read the target and build the drafter, with the weights of `saved` where there is one.
+    InputError says what is wrong."""
     train = config.train
-    init.check(train.init)
-    loading.pick_device(train.device)  # one that is not there is found before anything is read
+    if saved is None:
+        init.check(train.init)
     data = training_data(config)
-    target = data.load_target()
-    drafter = build_drafter(config, target)
-    started = init.warm_start(drafter, target, train.init)
-    return Setup(config, data, target if data.cache is None else Ends.of(target), drafter, started)
+    digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
+    identity = {"rows": len(data.rows), "digest": digest}
+    if saved is not None:
+        saved.check_data(identity)
+    target = data.load_target(device)
+    if saved is not None:
+        tensors = read_tensors(saved.path)
+        drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
+        drafter.load_state_dict(tensors)
+        started = saved.drafter.get("init", [])
+    else:
+        drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
+        started = init.warm_start(drafter, target, train.init)
+    return Setup(config, data, identity, target if data.cache is None else Ends.of(target), drafter, started)
 
 
-def build_drafter(config: Config, target: Target | Ends) -> Drafter:
-    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only."""
+def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = None) -> Drafter:
+    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only. vocab: what
+    it drafts from, where that is not all of the target's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = config.drafter.build(target.spec, target.vocab)
+        drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
-    set_attention(drafter, config.train.attention)
+    drafter.attention = config.train.attention
     return drafter
-
-
-def set_attention(drafter: Drafter, backend: str) -> None:
-    """Choose the backend of teacher-forced attention."""
-    drafter.attention = backend  # type: ignore[assignment]
