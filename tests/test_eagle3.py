@@ -675,8 +675,8 @@ def test_golden_logits(golden):
     counts = x["attention_mask"].sum(1)
     features, hidden = tgt.features(b.tokens, counts, d.config.target_layer_ids)
     real = torch.arange(T) < counts[:, None]
-    close(features[real], b.features[real])
-    close(hidden[real], b.hidden[real])
+    for got, right in ((features, b.features), (hidden, b.hidden)):  # processors round products differently
+        close(got[real], right[real], atol=1e-5 * float(right[real].abs().max()))
 
 
 def test_golden_decoding(golden):
