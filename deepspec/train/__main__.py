@@ -4,6 +4,7 @@ import argparse
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from .. import cli
@@ -11,7 +12,10 @@ from .. import cli
 
 def command() -> int:
     parser = argparse.ArgumentParser(prog="python -m deepspec.train", description="Train a drafter for a target model.")
-    parser.add_argument("--config", required=True, metavar="FILE.py", help="a Python file that defines `config`")
+    parser.add_argument("--config", metavar="FILE.py", help="a Python file that defines `config`")
+    parser.add_argument(
+        "--report", metavar="DIR", help="draw the curves of a run directory to DIR/curves.png, and stop"
+    )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. train.lr=1e-4")
     parser.add_argument(
         "--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`"
@@ -20,6 +24,14 @@ def command() -> int:
     parser.add_argument("--target-config", metavar="FILE", help="--plan: the target's config.json, or its directory")
     parser.add_argument("--tokens", type=float, metavar="N", help="--plan: size of the data set (default: the paper's)")
     args = parser.parse_args()
+
+    if args.report is not None:
+        from .curves import draw
+
+        print(draw(Path(args.report)))
+        return 0
+    if args.config is None:
+        parser.error("--config is required (or --report DIR)")
 
     from ..config import load_config
 
