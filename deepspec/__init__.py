@@ -20,6 +20,7 @@ _HOME = {
     "load_drafter": "hub",
     "Generation": "eval.generate", "generate": "eval.generate",
     "verify": "eval.verify", "threshold": "eval.schedule", "verify_all": "eval.schedule",
+    "throughput": "eval.throughput", "lagged": "eval.throughput", "load_profile": "eval.cost",
     "Objective": "train.objective", "fit": "train.loop",
 }  # fmt: skip
 __all__ = ["__version__", *_HOME]
@@ -27,8 +28,10 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from .checked import ConfigError, InputError
     from .config import Config, DataConfig, LossConfig, TrainConfig, load_config
+    from .eval.cost import load_profile
     from .eval.generate import Generation, generate
     from .eval.schedule import threshold, verify_all
+    from .eval.throughput import lagged, throughput
     from .eval.verify import verify
     from .hub import load_drafter
     from .modeling.dflash import DFlashConfig

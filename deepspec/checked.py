@@ -15,6 +15,10 @@ class ConfigError(InputError):
     """A mistake in a config file or an override."""
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, through nothing the user gave; the message is one line. Commands exit with 1."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
     """Base of every settings dataclass: a value of the wrong type is refused when it is made.

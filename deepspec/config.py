@@ -96,7 +96,10 @@ class TrainConfig(Checked):
     batch_size: int = 512
     """Sequences an optimiser step."""
     micro_batch: int = 1
-    """Sequences a forward pass."""
+    """Sequences a forward pass of one process. Halved while training where memory runs out."""
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    """Under a launcher: every process holds all weights (ddp), or weights, gradients and optimiser are split over the
+    processes between steps (fsdp: FSDP2)."""
     warmup: float = 0.04
     """Fraction of all steps over which the learning rate rises from 0; then it falls to 0 on a cosine."""
     weight_decay: float = 0.0
@@ -107,6 +110,10 @@ class TrainConfig(Checked):
     """Autocast dtype of the drafter. Its trainable weights are float32 either way."""
     target_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """dtype of the target's weights; auto is what its config says."""
+    target_devices: Literal["one", "all"] = "one"
+    """all: the target's layers are spread over all GPUs of the machine (and main memory), for one training process."""
+    target_bits: int | None = None
+    """8 or 4: the target's layers are quantised by bitsandbytes when they are loaded; embedding and head are not."""
     attention: Literal["auto", "flex", "sdpa"] = "auto"
     """auto is flex on CUDA and SDPA elsewhere."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -135,6 +142,11 @@ class TrainConfig(Checked):
         require(
             self.batch_size % self.micro_batch == 0,
             f"train.micro_batch ({self.micro_batch}) must divide train.batch_size ({self.batch_size})",
+        )
+        require(self.target_bits in (None, 4, 8), f"train.target_bits must be 8, 4 or None, got {self.target_bits}")
+        require(
+            self.init != "target" or self.target_bits is None,
+            "train.init 'target' copies the target's layers, which train.target_bits quantises: set one of them back",
         )
         require(self.clip > 0, f"train.clip must be > 0, got {self.clip}")
         require(

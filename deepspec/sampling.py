@@ -45,7 +45,7 @@ class Sampling(Checked):
     def probs(self, logits: Tensor) -> Tensor:
         """[..., V] any float dtype -> [..., V] float32, summing to 1 (to rounding)."""
         if self.temperature == 0:
-            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            return one_hot(likeliest(logits), logits.shape[-1])
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[..., -1:]
@@ -65,12 +65,34 @@ class Sampling(Checked):
     def token(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """logits [..., V], uniform [...] in (0, 1) -> token ids [...]."""
         # of a one-hot, the inverse CDF is its place, whatever the uniform
-        return logits.argmax(-1) if self.temperature == 0 else draw(self.probs(logits), uniform)
+        return likeliest(logits) if self.temperature == 0 else draw(self.probs(logits), uniform)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the law the tokens were drawn from [..., V]."""
+        if self.temperature == 0:
+            tokens = likeliest(logits)
+            return tokens, one_hot(tokens, logits.shape[-1])
         probs = self.probs(logits)
-        return (logits.argmax(-1) if self.temperature == 0 else draw(probs, uniform)), probs
+        return draw(probs, uniform), probs
+
+    def fill(self, law: Tensor, logits: Tensor, uniform: Tensor) -> Tensor:
+        """`draw` that leaves the law in `law` [..., V], which holds zeros; returns the tokens [...]."""
+        if self.temperature == 0:
+            tokens = likeliest(logits)
+            law.scatter_(-1, tokens[..., None], 1.0)
+            return tokens
+        return draw(law.copy_(self.probs(logits)), uniform)
+
+
+def one_hot(tokens: Tensor, size: int) -> Tensor:
+    """The law that is certain of tokens [...]: [..., size] float32."""
+    law = torch.zeros(*tokens.shape, size, device=tokens.device)
+    return law.scatter_(-1, tokens[..., None], 1.0)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] the first of the greatest. (max is two to three times as quick as argmax on a CPU.)"""
+    return logits.max(-1).indices
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -98,6 +120,16 @@ def uniforms(seeds: Tensor, positions: Tensor, stream: int | Tensor) -> Tensor:
     """
     x, y = (_lane(seeds, positions, stream, salt) for salt in (0, 0x1B873593))
     return (((x ^ y) << 16 | y >> 16).double() + 0.5) * 2.0**-48
+
+
+def fold(seed: int, *parts: Tensor) -> Tensor:
+    """One seed for each place in `parts` (long, in [0, 2^32), broadcast together): a hash of all 64 bits of `seed` and
+    of every part, long, in [0, 2^62)."""
+    seeds = torch.tensor((seed + 2**63) % 2**64 - 2**63)
+    for n, part in enumerate(parts):
+        high, low = (_lane(seeds, part, n, salt) for salt in (0, 0x1B873593))
+        seeds = high >> 2 << 32 | low
+    return seeds
 
 
 def _lane(seeds: Tensor, positions: Tensor, stream: int | Tensor, salt: int) -> Tensor:

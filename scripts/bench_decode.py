@@ -2,11 +2,16 @@
 
     python scripts/bench_decode.py --target DIR [--drafter DIR ...] --prompts FILE.jsonl [--batch 1 8] [--new 64]
 
-Same prompts, dtype, threads and number of new tokens; runs are interleaved and repeated, medians of tokens/s are shown.
-Prompts are cut to one length a batch, so that `generate` needs no padding: its best case.
+Same prompts, dtype, threads and number of new tokens; runs are interleaved and repeated, medians are shown. Prompts are
+cut to one length, so that `generate` needs no padding: its best case. Of each drafter: tau, the speed-up over our
+baseline, and whether tau * T_target / (T_draft + T_verify), seconds a round, explains it.
+
+`--refill N` measures how busy refill keeps the slots instead: N requests of equal budgets against N whose budgets
+spread 10 to 1 around the same mean, in `--batch` slots.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -17,6 +22,8 @@ import torch
 
 import deepspec
 from deepspec.data.prompts import load_prompts
+from deepspec.eval.clock import Clock
+from deepspec.eval.settings import EvalConfig
 
 
 def hf_generate(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -40,6 +47,110 @@ def timed(run: Any, device: torch.device) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
+class Ours:
+    """Runs of one contender; what each took, and what its rounds were made of."""
+
+    def __init__(self, args: argparse.Namespace, target: deepspec.Target, drafter: Any) -> None:
+        self.args, self.target, self.drafter = args, target, drafter
+        self.clocks: list[Clock] = []
+        self.generations: list[deepspec.Generation] = []
+
+    def run(self, prompts: list[list[int]], new: int | list[int], batch: int) -> list[list[int]]:
+        args = self.args
+        self.clocks.append(Clock(self.target.device))
+        self.generations = deepspec.generate(
+            self.target, self.drafter, prompts, max_new_tokens=new, concurrency=batch, verify=args.verify,
+            draft=args.draft, sampling=deepspec.Sampling(temperature=args.temperature), clock=self.clocks[-1],
+            schedule=EvalConfig(schedule=args.schedule).fresh_schedule(),
+        )  # fmt: skip
+        return [g.tokens for g in self.generations]
+
+    def tau(self) -> float:
+        rounds = sum(len(g.rounds) for g in self.generations)
+        return sum(len(g.tokens) - 1 for g in self.generations) / rounds
+
+    def per_round(self, part: str) -> float:
+        """Milliseconds a round of the batch, the median over the repeats."""
+        return 1e3 * statistics.median(c.seconds().get(part, 0.0) / c.counts["verify"] for c in self.clocks[1:])
+
+
+def compare(args: argparse.Namespace, target: deepspec.Target, drafters: dict[str, Any], prompts: Any) -> dict:
+    from transformers import AutoModelForCausalLM
+
+    from deepspec.modeling.loading import dtype_of, resolve
+
+    loaded = AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype))
+    reference = loaded.to(target.device).eval()
+    reference.generation_config.eos_token_id = None
+    figures: dict[str, Any] = {}
+    for batch in args.batch:
+        contenders = {name: Ours(args, target, d) for name, d in {"baseline": None, **drafters}.items()}
+        runs: dict[str, Any] = {}
+        if args.temperature == 0:
+            runs["generate"] = lambda batch=batch: [
+                t
+                for i in range(0, len(prompts), batch)
+                for t in hf_generate(reference, prompts[i : i + batch], args.new)
+            ]
+        runs |= {n: lambda c=c, batch=batch: c.run(prompts, args.new, batch) for n, c in contenders.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        outputs = {}
+        for repeat in range(args.repeats + 1):
+            for name, run in runs.items():
+                took, outputs[name] = timed(run, target.device)
+                if repeat:  # the first is a warm-up
+                    seconds[name].append(took)
+        total = len(prompts) * args.new
+        base = contenders["baseline"]
+        for name in runs:
+            row: dict[str, Any] = {"tokens_per_second": total / statistics.median(seconds[name])}
+            line = f"batch {batch}  {name:10s} {row['tokens_per_second']:8.1f} tokens/s"
+            if "generate" in runs:
+                row["to_generate"] = statistics.median(a / b for a, b in zip(seconds["generate"], seconds[name]))
+                row["equal"] = sum(a == b for a, b in zip(outputs[name], outputs["baseline"]))
+                line += f"  {row['to_generate']:5.2f} x generate  equal to baseline {row['equal']}/{len(prompts)}"
+            if name in drafters:
+                mine = contenders[name]
+                parts = {p: mine.per_round(p) for p in ("draft", "verify")} | {"target": base.per_round("verify")}
+                row |= {f"{p}_ms": ms for p, ms in parts.items()} | {"tau": mine.tau()}
+                row["speedup"] = statistics.median(a / b for a, b in zip(seconds["baseline"], seconds[name]))
+                row["efficiency"] = row["speedup"] / row["tau"]
+                row["explained"] = row["tau"] * parts["target"] / (parts["draft"] + parts["verify"])
+                line += (
+                    f"\n  speed-up {row['speedup']:.2f}  tau {row['tau']:.2f}  efficiency {row['efficiency']:.2f}"
+                    f"  T_draft {parts['draft']:.1f}  T_verify {parts['verify']:.1f}  T_target {parts['target']:.1f} ms"
+                    f"  tau T_target / (T_draft + T_verify) {row['explained']:.2f}"
+                )
+            print(line, flush=True)
+            figures.setdefault(str(batch), {})[name] = row
+    return figures
+
+
+def refill(args: argparse.Namespace, target: deepspec.Target, drafters: dict[str, Any], prompts: Any) -> dict:
+    """Tokens/s of budgets that spread 10 to 1, as a share of that of equal ones."""
+    many = [prompts[i % len(prompts)] for i in range(args.refill)]
+    spread = [round(args.new * (1 + 9 * (i * 7 % 10) / 9) / 5.5) for i in range(args.refill)]
+    equal = [round(sum(spread) / len(spread))] * args.refill
+    figures: dict[str, Any] = {}
+    for batch in args.batch:
+        for name, drafter in {"baseline": None, **drafters}.items():
+            speeds: dict[str, list[float]] = {"equal": [], "spread": []}
+            for repeat in range(args.repeats + 1):
+                for kind, budgets in (("equal", equal), ("spread", spread)):
+                    ours = Ours(args, target, drafter)
+                    cut = args.refill if repeat else 2 * batch  # the first is a warm-up
+                    run = functools.partial(ours.run, many[:cut], budgets[:cut], batch)
+                    took, outputs = timed(run, target.device)
+                    if repeat:
+                        speeds[kind].append(sum(map(len, outputs)) / took)
+            row: dict[str, Any] = {kind: statistics.median(s) for kind, s in speeds.items()}
+            row["share"] = statistics.median(a / b for a, b in zip(speeds["spread"], speeds["equal"]))
+            print(f"{batch} slots  {name:10s} budgets {min(spread)} to {max(spread)}: {row['spread']:.1f} tokens/s, "
+                  f"all {equal[0]}: {row['equal']:.1f}, share {row['share']:.2f}", flush=True)  # fmt: skip
+            figures.setdefault(str(batch), {})[name] = row
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
@@ -49,58 +160,24 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens a request")
     parser.add_argument("--requests", type=int, default=8, help="requests a measurement")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0 there is no generate to compare with")
+    parser.add_argument("--schedule", default="verify_all")
+    parser.add_argument("--verify", default="token", choices=["token", "block"])
+    parser.add_argument("--draft", default="sample", choices=["sample", "greedy"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--refill", type=int, help="measure refill with this many requests")
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args()
 
-    from transformers import AutoModelForCausalLM
-
     target = deepspec.Target.load(args.target, dtype=args.dtype)
-    from deepspec.modeling.loading import dtype_of, resolve
-
-    reference = (
-        AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype))
-        .to(target.device)
-        .eval()
-    )
-    reference.generation_config.eos_token_id = None
     loaded = load_prompts(Path(args.prompts), target.tokenizer)
     width = min(32, *(len(p.prompt_ids) for p in loaded[: args.requests]))
     prompts = [p.prompt_ids[:width] for p in loaded[: args.requests]]
     drafters = {Path(d).parent.name or d: deepspec.load_drafter(d, target) for d in args.drafter}
-
-    def ours(drafter: Any, batch: int) -> Any:
-        return lambda: [
-            g.tokens for g in deepspec.generate(target, drafter, prompts, max_new_tokens=args.new, concurrency=batch)
-        ]
-
-    def theirs(batch: int) -> Any:
-        return lambda: [
-            t for i in range(0, len(prompts), batch) for t in hf_generate(reference, prompts[i : i + batch], args.new)
-        ]
-
     print(f"{args.target}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"{len(prompts)} prompts of {width} tokens, {args.new} new")  # fmt: skip
-    figures: dict[str, Any] = {}
-    for batch in args.batch:
-        runs = {"generate": theirs(batch), "baseline": ours(None, batch)} | {
-            n: ours(d, batch) for n, d in drafters.items()
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        outputs = {}
-        for repeat in range(args.repeats + 1):
-            for name, run in runs.items():
-                took, outputs[name] = timed(run, target.device)
-                if repeat:  # the first is a warm-up
-                    seconds[name].append(took)
-        total = len(prompts) * args.new
-        speed = {name: total / statistics.median(s) for name, s in seconds.items()}
-        pairs = {n: statistics.median(a / b for a, b in zip(seconds["generate"], seconds[n])) for n in runs}
-        for name in runs:
-            same = sum(a == b for a, b in zip(outputs[name], outputs["generate"]))
-            print(f"batch {batch}  {name:12s} {speed[name]:8.1f} tokens/s   {pairs[name]:5.2f} x generate   "
-                  f"outputs equal to generate's: {same}/{len(prompts)}")  # fmt: skip
-        figures[str(batch)] = {"tokens_per_second": speed, "ratio_to_generate": pairs}
+          f"{len(prompts)} prompts of {width} tokens, {args.new} new, temperature {args.temperature:g}, "
+          f"{args.schedule}, {args.verify}, {args.draft}")  # fmt: skip
+    figures = (refill if args.refill else compare)(args, target, drafters, prompts)
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -189,7 +189,7 @@ class Planned(Drafter):
                 state["round"][b] = state["round"][b] + 1 if state["seen"][b] else 0
                 state["seen"][b] = state["seen"][b] + next_tokens[b, :n].tolist()
 
-    def propose(self, state, sampling, uniforms):
+    def propose(self, state, sampling, uniforms, rows=None):
         B = len(state["seen"])
         assert uniforms.shape == (B, self.slots)
         tokens = torch.zeros(B, self.slots, dtype=torch.long)

@@ -3,11 +3,13 @@
 Letters: B rows, A anchors, G slots, D hidden, V the target's tokens, Vd the kept ones, N slots.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
 from collections import Counter
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import deepspec
-from deepspec import Batch, DSparkConfig, Eagle3Config, LossConfig, Objective, Sampling, Target, generate
+from deepspec import Batch, DSparkConfig, Eagle3Config, LossConfig, Objective, Sampling, Target, generate, load_drafter
 from deepspec.checked import ConfigError, InputError
 from deepspec.modeling import draft_vocab
 from deepspec.modeling.drafter import gather_slots
@@ -331,3 +333,46 @@ def test_vocab_shares_the_target_s_tensors():
     small = draft_vocab.reduce(vocab, KEPT)
     assert small.embedding.data_ptr() == vocab.embedding.data_ptr() and small.head.data_ptr() == vocab.head.data_ptr()
     assert isinstance(small, Vocab) and vocab.kept is None and vocab.draft_size == vocab.size == small.size == V
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_a_run_with_fewer_tokens(kind, tmp_path):
+    """A run drafts from the tokens its rows supervise most; stopped and gone on with, it is the uninterrupted run, map
+    and all; what it saves decodes losslessly; another run starts from it with its map, whatever its own rows say."""
+    file, V = helpers.write_run(tmp_path), helpers.V
+    base = deepspec.load_config(file, "train.save_every=1", "loss.confidence=0")
+    common = dict(block_size=4, target_layer_ids=(0, 2), draft_vocab_size=17)
+    drafter = {
+        "dspark": DSparkConfig(num_draft_layers=1, mask_token_id=39, num_anchors=6, markov_rank=4, **common),
+        "eagle3": Eagle3Config(**common),
+    }[kind]
+
+    def config(name: str, **train):
+        changed = dataclasses.replace(base.train, **train)
+        return dataclasses.replace(base, drafter=drafter, train=changed, out=tmp_path / name)
+
+    reports = list(deepspec.fit(config("straight")))
+    counts = torch.bincount(torch.tensor([t for r in helpers.token_rows(10) for t in r["answer_ids"]]), minlength=V)
+    kept = reports[-1].drafter.vocab.kept
+    assert len(kept) == 17 and counts[kept].min() >= counts[~torch.isin(torch.arange(V), kept)].max()
+    assert reports[-1].metrics["loss"] < reports[0].metrics["loss"]
+    parts = []
+    for report in deepspec.fit(config("parts"), stop=lambda: len(parts) >= 3):
+        parts.append(report)
+    parts += deepspec.fit(config("parts"))
+    assert [r.metrics for r in parts] == [r.metrics for r in reports]
+    a, b = (load_file(tmp_path / n / "drafter" / "model.safetensors") for n in ("straight", "parts"))
+    assert a.keys() == b.keys() and {"lm_head.weight", "d2t", "t2d"} <= a.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    tgt = Target.load(str(tmp_path / "target"))
+    prompts = [[3, 7, 1], [5, 5, 2, 8]]
+    drafted = generate(tgt, load_drafter(tmp_path / "parts", tgt), prompts, max_new_tokens=20)
+    assert [g.tokens for g in drafted] == [g.tokens for g in generate(tgt, None, prompts, max_new_tokens=20)]
+    helpers.write_jsonl(tmp_path / "rows.jsonl", helpers.token_rows(10, seed=1))
+    first = next(deepspec.fit(config("next", init=str(tmp_path / "straight"), lr=1e-9)))
+    assert torch.equal(first.drafter.vocab.kept, kept)
+    for name, value in first.drafter.state_dict().items():
+        torch.testing.assert_close(value, a[name], atol=1e-6, rtol=1e-5)

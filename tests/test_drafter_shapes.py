@@ -14,6 +14,7 @@ import deepspec
 from deepspec.checked import ConfigError, InputError
 from deepspec.hub.native import from_json, read_config
 from deepspec.modeling.attention import sees_context
+from deepspec.modeling.cache import KVCache
 from deepspec.modeling.spec import BlockSpec
 from deepspec.modeling.vocab import Vocab
 
@@ -177,6 +178,20 @@ def test_a_window_larger_than_the_sequence_is_none(vocab):
             vars(decoded(plain, batch, [30, 9])).values(), vars(decoded(windowed, batch, [30, 9])).values()
         ):
             torch.testing.assert_close(a, b)
+
+
+def test_decoding_reads_the_window_alone(vocab, monkeypatch):
+    """However long the context, a proposal reads the cache from the first place that any row's window reaches."""
+    window = 9
+    drafter = build(dataclasses.replace(CONFIGS["dflash"], sliding_window=window), vocab)
+    asked, read = [], KVCache.read
+    monkeypatch.setattr(
+        KVCache, "read", lambda self, layer, length, rows=None, first=0: (
+            asked.append((first, length)) or read(self, layer, length, rows, first)
+        ),
+    )  # fmt: skip
+    decoded(drafter, random_batch(), [30, 20])
+    assert set(asked) == {(20 + 1 - window, 30 + drafter.config.block_size)}
 
 
 def test_the_rule_counts_the_slot_itself():

@@ -51,6 +51,42 @@ def test_a_request_is_the_same_in_any_batch(kind, temperature, schedule):
     assert temperature == 0 or len({len(g.tokens) for g in alone}) > 2
 
 
+@pytest.mark.parametrize(
+    "kind, how",
+    [
+        ("vanilla", dict(sampling=Sampling())),
+        ("rnn", dict(sampling=HOT, verify="block")),
+        pytest.param("vanilla", dict(sampling=HOT), marks=pytest.mark.slow),
+        pytest.param(
+            "dflash", dict(sampling=Sampling(temperature=0.8, top_k=9), draft="greedy"), marks=pytest.mark.slow
+        ),
+        pytest.param(None, dict(sampling=HOT), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_fifty_requests_alone_and_in_a_batch_with_refill(kind, how):
+    """50 requests of many lengths and budgets, each in a run of its own, equal the same in a batch of 8 with refill, in
+    any order: tokens, rounds, finish."""
+    tgt = target()
+    drafter = make_drafter(kind, tgt) if kind else None
+    g = torch.Generator().manual_seed(9)
+    prompts = [torch.randint(0, V - 1, (1 + 5 * i % 23,), generator=g).tolist() for i in range(50)]
+    budgets = [1 + 7 * i % 19 for i in range(50)]
+    schedule = SCHEDULES["threshold" if kind == "rnn" else "all"]
+    settings = dict(stop_ids=range(0, V, 13), **how)
+    alone = [
+        generate(tgt, drafter, [p], max_new_tokens=n, seed=100 + i, schedule=schedule(), **settings)[0]
+        for i, (p, n) in enumerate(zip(prompts, budgets))
+    ]
+    order = torch.randperm(50, generator=g).tolist()
+    batch = generate(
+        tgt, drafter, [prompts[i] for i in order], max_new_tokens=[budgets[i] for i in order],
+        seeds=[100 + i for i in order], schedule=schedule(), concurrency=8, **settings,
+    )  # fmt: skip
+    assert same([alone[i] for i in order], batch)
+    assert {g.finish for g in batch} == {"stop", "length"} and len({len(g.tokens) for g in batch}) > 9
+
+
 def test_seeds_belong_to_requests():
     """Request i draws with seed + i or seeds[i]: the order of requests and their neighbours do not matter, equal seeds
     give equal answers, other seeds others; at temperature 0 the seed does not matter."""
@@ -69,18 +105,17 @@ def test_seeds_belong_to_requests():
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_number_is_used_twice(monkeypatch, temperature):
+def test_no_number_is_used_twice(monkeypatch):
     """All drafts, coins and own tokens of a request have uniforms of their own, also where a later round drafts the
     same places again: a schedule may have learnt from what was cut there, so repeating its number would anticipate."""
-    import deepspec.eval.generate as loop
+    from deepspec.eval import loop
 
     tgt, used = target(), []
 
     class Listening(Planned):
-        def propose(self, state, sampling, uniforms):
+        def propose(self, state, sampling, uniforms, rows=None):
             used.extend(uniforms.flatten().tolist())
-            return super().propose(state, sampling, uniforms)
+            return super().propose(state, sampling, uniforms, rows)
 
     def listen(probs, proposal, lengths, uniforms, *rest):
         used.extend(uniforms.flatten().tolist())
@@ -89,7 +124,7 @@ def test_no_number_is_used_twice(monkeypatch, temperature):
     verify = loop.verify
     monkeypatch.setattr(loop, "verify", listen)
     drafter = Listening(tgt, texts(tgt), G, right=lambda n, g: g != n % (G + 1))
-    generate(tgt, drafter, PROMPTS[:1], max_new_tokens=24, sampling=Sampling(temperature=temperature, top_k=1))
+    generate(tgt, drafter, PROMPTS[:1], max_new_tokens=24, sampling=Sampling(temperature=1.0, top_k=1))
     assert len(used) > 80 and len(set(used)) == len(used)
 
 
@@ -334,6 +369,122 @@ def test_a_schedule_that_admits_nothing_is_plain_decoding():
         assert all(r == (0, 0) for g in out for r in g.rounds)
 
 
+class Fussy:
+    """Wants every row in every third round only, and rows of odd number one round more often."""
+
+    name = "fussy"
+
+    def __init__(self):
+        self.n, self.calls = 0, 0
+
+    def wants(self, active):
+        self.n += 1
+        odd = torch.arange(len(active)) % 2 == 1
+        return torch.full_like(active, self.n % 3 == 0) | (odd & (self.n % 3 == 1))
+
+    def __call__(self, confidence, active, room):
+        self.calls += 1
+        skipped = room == 0
+        assert (confidence[skipped] == 0).all() and (confidence[~skipped & active] > 0).all()
+        assert active.any() and skipped.any() == (self.n % 3 == 1 or not active.all())
+        return room.clamp(max=confidence.shape[1])
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "dflash-masks", "rnn"])
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_rows_that_nothing_is_drafted_for(kind, concurrency):
+    """A schedule that wants no draft of some rows, or of none: those rounds are (0, 0), the drafter runs for the others
+    alone, and its context stays right: every block it drafts later is the one it drafts in a run without gaps."""
+    tgt = target()
+    drafter = make_drafter(kind, tgt)
+    ran = []
+    propose = drafter.propose
+
+    def counted(state, sampling, uniforms, rows=None):
+        proposal = propose(state, sampling, uniforms, rows)
+        ran.append(len(state.live if rows is None else rows))
+        everything = propose(state, sampling, uniforms)
+        for row in range(len(state.lengths)):
+            if row in rows:
+                assert torch.equal(proposal.tokens[row], everything.tokens[row])
+                torch.testing.assert_close(proposal.probs[row], everything.probs[row])
+            else:
+                assert not proposal.probs[row].any() and not proposal.confidence[row].any()
+        return proposal
+
+    drafter.propose = counted
+    fussy = Fussy()
+    out = generate(tgt, drafter, PROMPTS, max_new_tokens=14, schedule=fussy, concurrency=concurrency)
+    assert [p + g.tokens for p, g in zip(PROMPTS, out)] == [t[: len(p) + 14] for p, t in zip(PROMPTS, texts(tgt))]
+    assert len(ran) == fussy.calls < fussy.n
+    if concurrency == 1:
+        assert all(r == (0, 0) for g in out[:1] for n, r in enumerate(g.rounds, 1) if n % 3)
+        del drafter.propose
+        for prompt, g in zip(PROMPTS, out):  # in the rounds that drafted, what it does with that context
+            at, text = len(prompt), [*prompt, *g.tokens]
+            for verified, accepted in g.rounds[:-1]:
+                if verified:
+                    (again,) = generate(tgt, drafter, [text[:at]], max_new_tokens=G + 3)
+                    assert again.rounds[0][1] == accepted
+                at += accepted + 1
+    else:
+        assert {1, 3} & set(ran)
+
+
+def test_confidences_are_kept_on_request():
+    """record=True: a row of G confidences for each round, what the schedule saw; nothing without it, and the same
+    answers either way. 0 where nothing was drafted."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+
+    class Seen:
+        name, seen = "seen", []
+
+        def __call__(self, confidence, active, room):
+            self.seen += confidence[active].tolist()
+            return room.clamp(max=2) * active
+
+    settings = dict(max_new_tokens=12, sampling=HOT, concurrency=3)
+    out = generate(tgt, drafter, PROMPTS, schedule=Seen(), record=True, **settings)
+    kept = [row for g in out for row in g.confidence]
+    assert all(len(g.confidence) == len(g.rounds) for g in out) and all(len(row) == G for row in kept)
+    assert sorted(kept) == sorted(Seen.seen) and all(0 < c < 1 for row in kept for c in row)
+    plain = generate(tgt, drafter, PROMPTS, schedule=Seen(), **settings)
+    assert same(out, plain) and not any(g.confidence for g in plain)
+    fussy = generate(tgt, drafter, PROMPTS[:1], schedule=Fussy(), record=True, **settings)[0]
+    assert [any(c) for c in fussy.confidence] == [n % 3 == 0 for n in range(1, len(fussy.rounds) + 1)]
+
+
+def test_greedy_drafts_of_a_sampled_answer():
+    """draft="greedy" at temperature 1: one-hot drafts, so the block is the one of temperature 0; the answers differ
+    from those of sampled drafts in tokens (not in law), and equal those of plain decoding where nothing is drafted."""
+    tgt = target()
+    drafter = make_drafter("vanilla", tgt)
+    laws = []
+    propose = drafter.propose
+
+    def seen(state, sampling, uniforms, rows=None):
+        laws.append(sampling)
+        return propose(state, sampling, uniforms, rows)
+
+    drafter.propose = seen
+    settings = dict(max_new_tokens=12, sampling=HOT, seed=5)
+    greedy = generate(tgt, drafter, PROMPTS, draft="greedy", **settings)
+    assert set(laws) == {Sampling()}
+    laws.clear()
+    assert not same(greedy, generate(tgt, drafter, PROMPTS, **settings)) and set(laws) == {HOT}
+
+
+def test_time_in_flight():
+    """A request's seconds run from its own admission to its end: positive, and of a refilled row less than the run."""
+    import time
+
+    began = time.perf_counter()
+    out = generate(target(), None, PROMPTS, max_new_tokens=8, concurrency=2)
+    took = time.perf_counter() - began
+    assert all(0 < g.seconds < took for g in out) and sum(g.seconds for g in out) < 2 * took
+
+
 def test_one_state_serves_all_requests():
     """Rows are refilled, not rebuilt: one session and one drafter state of `concurrency` rows, whatever comes."""
     tgt = target()
@@ -460,6 +611,10 @@ def test_text_needs_a_tokenizer():
         ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
         ([[1]], dict(concurrency=0), "concurrency"),
         ([[1]], dict(seeds=[1, 2]), "1 prompts, 2 seeds"),
+        ([[1]], dict(max_new_tokens=[1, 2]), "1 prompts, 2 max_new_tokens"),
+        ([[1], [2]], dict(max_new_tokens=[1, 0]), "got 0 for prompt 1"),
+        ([[1]], dict(verify="tree"), "verify must be token or block"),
+        ([[1]], dict(draft="best"), "draft must be sample or greedy"),
     ],
     ids=lambda x: str(x)[:30],
 )

@@ -377,3 +377,16 @@ def test_rotary_of_the_drafter_is_the_targets(family):
     if family == "llama":  # llama3 scaling is not nothing
         plain = hf_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 50000.0})
         assert not torch.equal(rotary.inv_freq, plain.model.rotary_emb.inv_freq)
+
+
+def test_a_pass_over_nothing():
+    """No new token for any row: empty states, logits of the asked width, and the session as it was."""
+    tgt = target()
+    session = tgt.open(2, 8, LAYERS)
+    session.score(torch.tensor([[1, 2], [3, 4]]), [2, 1])
+    none = torch.zeros(2, 0, dtype=torch.long)
+    D = tgt.spec.dim
+    for last_only in (False, True):
+        scored = session.score(none, last_only=last_only)
+        assert scored.logits.shape == (2, int(last_only), V) and scored.hidden.shape == (2, 0, D)
+        assert scored.features.shape == (2, 0, len(LAYERS) * D) and session.lengths == [2, 1]

@@ -11,8 +11,9 @@ from helpers import chi_square_p, drafter_config, exact_law, hf_model, randomize
 
 import deepspec
 from deepspec import Proposal, Sampling, Target, verify
+from deepspec.eval.verify import agree
 
-V, G = 3, 2
+V, G = 3, 3
 
 
 def tables(seed: int, sharp: float = 1.0):
@@ -23,54 +24,68 @@ def tables(seed: int, sharp: float = 1.0):
     return law(sharp), law(4 * sharp)
 
 
-def pieces(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
-    """The points at which the outcome of one slot can change as its coin goes from 0 to 1."""
-    return (p.double() / q.double()).clamp(0, 1)
+def cuts(judge, rows: int) -> torch.Tensor:
+    """[rows, G] where each slot's coin changes sides, found by bisecting: with every earlier coin at its luckiest and
+    every later one at its worst, a slot is passed exactly below its cut. (1 where the coin does not matter.)"""
+    tiny, found = 1e-15, []
+    for g in range(G):
+        low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
+        for _ in range(50):
+            middle = (low + high) / 2
+            coins = torch.cat(
+                [torch.full((rows, g), tiny), middle[:, None], torch.full((rows, G - g - 1), 1 - tiny)], 1
+            )
+            passed = judge(coins.double(), torch.full((rows,), 0.5).double()).accepted > g
+            low, high = torch.where(passed, middle, low), torch.where(passed, high, middle)
+        found.append(torch.where(high < 1e-14, 0.0, torch.where(low > 1 - 1e-14, 1.0, high)))
+    return torch.stack(found, 1)
 
 
-def joint(p: dict, q: dict, lengths) -> torch.Tensor:
-    """[V] * (G + 1) law of the first G + 1 committed tokens, by calling verify on every draft and every interval of
-    every coin and integrating analytically: verify is constant between the points p / q (coins) and F (the next
-    token's draw).
+def joint(p: dict, q: dict, lengths, rule: str = "token") -> tuple[torch.Tensor, float]:
+    """[V] * (G + 1) law of the first G + 1 committed tokens, and the expected number of accepted drafts, by calling
+    verify on every draft and every interval of every coin and integrating analytically: verify is constant between the
+    points at which a coin, or the next token's draw, changes sides.
 
     `lengths(draft)` is the schedule. What a round leaves open is filled with the target's own law, so the result must
     be the target's joint law."""
-    rows = []  # (weight, draft, coin midpoints)
-    for draft in itertools.product(range(V), repeat=G):
+    drafts = list(itertools.product(range(V), repeat=G))
+    target_probs = torch.stack([torch.stack([p[d[:g]] for g in range(G + 1)]) for d in drafts])
+    probs = torch.stack([torch.stack([q[d[:g]] for g in range(G)]) for d in drafts])
+    made = torch.tensor([lengths(d) for d in drafts])
+
+    def judge(at):
+        parts = Proposal(torch.tensor(drafts)[at], probs[at], torch.ones(len(at), G))
+        return lambda coins, u: verify(target_probs[at], parts, made[at], torch.cat([coins, u[:, None]], 1), rule)
+
+    edges = cuts(judge(torch.arange(len(drafts))), len(drafts))
+    rows = []  # (weight, draft's number, coin midpoints)
+    for i, draft in enumerate(drafts):
         weight = 1.0
         for g in range(G):
             weight *= (q[draft[:g]][draft[g]].double() / q[draft[:g]].double().sum()).item()
-        cuts = []
-        for g in range(G):
-            bound = float(pieces(p[draft[:g]], q[draft[:g]])[draft[g]])
-            cuts.append([c for c in ((bound, bound / 2), (1 - bound, (1 + bound) / 2)) if c[0] > 0])
-        for combination in itertools.product(*cuts):
+        sides = [[c for c in ((e, e / 2), (1 - e, (1 + e) / 2)) if c[0] > 0] for e in edges[i].tolist()]
+        for combination in itertools.product(*sides):
             w = weight
             for width, _ in combination:
                 w *= width
-            rows.append((w, draft, [middle for _, middle in combination]))
-    drafts = torch.tensor([r[1] for r in rows])
-    target_probs = torch.stack([torch.stack([p[d[:g]] for g in range(G + 1)]) for _, d, _ in rows])
-    probs = torch.stack([torch.stack([q[d[:g]] for g in range(G)]) for _, d, _ in rows])
-    proposal = Proposal(drafts, probs, torch.ones(len(rows), G))
-    length = torch.tensor([lengths(d) for _, d, _ in rows])
-    law = torch.zeros(*[V] * (G + 1), dtype=torch.float64)
-    # the next token by its draw: a fine grid finds every interval, whose exact bounds come from the law drawn from
-    for token, width, accepted in next_tokens(
-        target_probs, proposal, length, torch.tensor([r[2] for r in rows]).double()
-    ):
-        for i, (w, d, _) in enumerate(rows):
+            rows.append((w, i, [middle for _, middle in combination]))
+    law, expected = torch.zeros(*[V] * (G + 1), dtype=torch.float64), 0.0
+    coins = torch.tensor([r[2] for r in rows]).double()
+    for token, width, accepted in next_tokens(judge(torch.tensor([r[1] for r in rows])), coins):
+        for i, (w, number, _) in enumerate(rows):
             if width[i]:
-                spread(law, w * width[i].item(), (*d[: int(accepted[i])], token), p)
-    return law
+                n, share = int(accepted[i]), w * width[i].item()
+                expected += share * n
+                spread(law, share, (*drafts[number][:n], token), p)
+    return law, expected
 
 
-def next_tokens(target_probs, proposal, lengths, coins):
+def next_tokens(judge, coins):
     """For each token: the measure of draws that yield it, found by bisecting the monotone draw; and accepted."""
     rows = len(coins)
 
     def at(u):
-        return verify(target_probs, proposal, lengths, torch.cat([coins, u[:, None]], 1))
+        return judge(coins, u)
 
     edges = [torch.zeros(rows, dtype=torch.float64)]
     for token in range(V - 1):  # the largest u that yields a token <= `token`
@@ -106,20 +121,27 @@ SCHEDULES = {
     "none": lambda draft: 0,
     "first": lambda draft: 1,
     "by the first token": lambda draft: 1 + (draft[0] == 1),  # slot 1 admitted on what precedes it: allowed
+    "by each token": lambda draft: next((g for g in range(1, G) if draft[g - 1] == 0), G),
 }
 
 
+RULES = ("token", "block")
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_joint_law_is_the_targets(schedule, seed):
-    """All drafts, all coins, all draws, integrated analytically on 3 tokens and 2 slots: the joint law of three
-    tokens is the target's to 1e-6, the rounding of float32 probabilities."""
+def test_joint_law_is_the_targets(schedule, seed, rule):
+    """All drafts, all coins, all draws, integrated analytically on 3 tokens and 3 slots: the joint law of four
+    tokens is the target's to 1e-6, the rounding of float32 probabilities. Under both rules."""
     p, q = tables(seed, sharp=1.0 + seed)
-    assert (joint(p, q, SCHEDULES[schedule]) - exact(p)).abs().max() < 1e-6
+    assert (joint(p, q, SCHEDULES[schedule], rule)[0] - exact(p)).abs().max() < 1e-6
 
 
-def test_joint_law_is_exact_for_exact_numbers():
-    """With probabilities that are binary fractions nothing rounds: the joint law is the target's to 1e-12."""
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_law_is_exact_for_exact_numbers(rule):
+    """With probabilities that are binary fractions, zeros among them, nothing rounds: the joint law is the target's to
+    1e-12."""
     p, q = tables(0)
     eighths = [
         torch.tensor(x) / 8 for x in ([1.0, 2, 5], [4.0, 4, 0], [0.0, 1, 7], [2.0, 4, 2], [8.0, 0, 0], [3.0, 3, 2])
@@ -127,13 +149,46 @@ def test_joint_law_is_exact_for_exact_numbers():
     for i, prefix in enumerate(p):
         p[prefix], q[prefix] = eighths[i % 6], eighths[(2 * i + 1) % 6]
     for schedule in SCHEDULES.values():
-        assert (joint(p, q, schedule) - exact(p)).abs().max() < 1e-12
+        assert (joint(p, q, schedule, rule)[0] - exact(p)).abs().max() < 1e-12
 
 
-def test_a_length_that_looks_ahead_breaks_the_law():
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_the_block_rule_never_keeps_fewer(schedule):
+    """Expected accepted drafts: block verification at least those of token by token, for every schedule, and clearly
+    more where all three slots are judged."""
+    for seed in range(4):
+        p, q = tables(seed, sharp=2.0)
+        token, block = (joint(p, q, SCHEDULES[schedule], rule)[1] for rule in RULES)
+        assert block > token - 1e-9 and (schedule != "all" or block > token + 0.02)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_length_that_looks_ahead_breaks_the_law(rule):
     """The sum above has teeth: admitting slot 1 by its own token shifts the law of what is committed."""
     q, p = tables(1)
-    assert (joint(p, q, lambda draft: int(draft[0] == 1) * G) - exact(p)).abs().max() > 5e-3
+    assert (joint(p, q, lambda draft: int(draft[0] == 1) * G, rule)[0] - exact(p)).abs().max() > 5e-3
+
+
+def test_of_one_hot_laws_both_rules_keep_the_agreeing_prefix():
+    """At temperature 0 there is one answer: the longest agreeing prefix, then the target's token, whatever the coin;
+    `agree` finds it without laws."""
+    g = torch.Generator().manual_seed(3)
+    B, S, n = 256, 4, 2
+    own, drafted = (torch.randint(0, n, (B, S + k), generator=g) for k in (1, 0))
+    p, q = (torch.nn.functional.one_hot(x, n).float() for x in (own, drafted))
+    u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)
+    lengths = torch.randint(0, S + 1, (B,), generator=g)
+    kept = ((own[:, :S] == drafted) & (torch.arange(S) < lengths[:, None])).cumprod(1).sum(1)
+    assert set(kept.tolist()) == set(range(S + 1))
+    for rule in RULES:
+        verdict = verify(p, Proposal(drafted, q, torch.ones(B, S)), lengths, u, rule)
+        assert torch.equal(verdict.accepted, kept)
+        assert torch.equal(verdict.next_token, own.gather(1, kept[:, None])[:, 0])
+        spread = torch.rand(B, S, n, generator=g).softmax(-1)  # of a drafter that is not certain, too
+        assert torch.equal(verify(p, Proposal(drafted, spread, torch.ones(B, S)), lengths, u, rule).accepted, kept)
+    verdict = agree(own, drafted, lengths)
+    assert torch.equal(verdict.accepted, kept)
+    assert torch.equal(verdict.next_token, own.gather(1, kept[:, None])[:, 0])
 
 
 def appendix(length_of) -> torch.Tensor:
@@ -217,7 +272,8 @@ def test_unverified_slots_are_not_judged():
         assert outcomes == {(1, 0)}
 
 
-def test_rows_do_not_touch_each_other():
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_do_not_touch_each_other(rule):
     """A batch of ragged lengths == its rows one by one."""
     g = torch.Generator().manual_seed(4)
     B, S, n = 16, 5, 7
@@ -226,12 +282,13 @@ def test_rows_do_not_touch_each_other():
     tokens = torch.randint(0, n, (B, S), generator=g)
     lengths = torch.randint(0, S + 1, (B,), generator=g)
     u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)
-    whole = verify(p, Proposal(tokens, q, torch.ones(B, S)), lengths, u)
+    whole = verify(p, Proposal(tokens, q, torch.ones(B, S)), lengths, u, rule)
     assert (whole.accepted <= lengths).all() and len(set(whole.accepted.tolist())) > 2
     for b in range(B):
         cut = slice(b, b + 1)
         n_b = int(lengths[b])
-        alone = verify(p[cut, : n_b + 1], Proposal(tokens[cut], q[cut], torch.ones(1, S)), lengths[cut], u[cut])
+        part = Proposal(tokens[cut], q[cut], torch.ones(1, S))
+        alone = verify(p[cut, : n_b + 1], part, lengths[cut], u[cut], rule)
         assert (alone.accepted, alone.next_token) == (whole.accepted[b], whole.next_token[b])
 
 
@@ -261,19 +318,32 @@ def small():
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(
-    "kind, schedule", [("dflash", "all"), ("vanilla", "threshold"), ("rnn", "all"), (None, "all")], ids=str
+    "kind, schedule, how",
+    [
+        ("dflash", "all", {}),
+        ("vanilla", "threshold", {}),
+        ("rnn", "all", {}),
+        (None, "all", {}),
+        ("vanilla", "all", {"verify": "block"}),
+        ("rnn", "threshold", {"verify": "block"}),
+        ("dflash", "all", {"draft": "greedy"}),
+        ("dflash", "all", {"draft": "greedy", "verify": "block"}),
+    ],
+    ids=str,
 )
-def test_sampled_output_has_the_targets_law(small, kind, schedule, sampling):
+def test_sampled_output_has_the_targets_law(small, kind, schedule, how, sampling):
     """Chi-square of 1,500 generated triples of tokens against the law by enumeration of all 216; no triple of
-    probability 0. Fixed seeds; fresh ones would fail in 1 of 10,000 for each of 20 tests."""
+    probability 0. Both rules, drafts sampled and greedy. Fixed seeds; fresh ones would fail in 1 of 10,000 for each
+    of 40 tests."""
     target, drafters = small
     s, n, prompt = SAMPLINGS[sampling], 1500, [1, 4, 2, 0]
     law = exact_law(target, prompt, 3, s).flatten()
     assert abs(law.sum() - 1) < 1e-5
     made = deepspec.threshold(0.5) if schedule == "threshold" else deepspec.verify_all()
     out = deepspec.generate(
-        target, drafters.get(kind), [prompt] * n, max_new_tokens=3, sampling=s, schedule=made, seed=1, concurrency=n
-    )
+        target, drafters.get(kind), [prompt] * n, max_new_tokens=3, sampling=s, schedule=made, seed=1, concurrency=n,
+        **how,
+    )  # fmt: skip
     triples = torch.tensor([g.tokens for g in out])
     counts = torch.bincount(triples[:, 0] * 36 + triples[:, 1] * 6 + triples[:, 2], minlength=216)
     assert chi_square_p(counts, law) > 1e-4

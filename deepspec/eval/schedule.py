@@ -6,7 +6,7 @@ alone. All schedules here stop at the first slot they refuse.
 Letters: B rows, G slots.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,8 +20,21 @@ class Schedule(Protocol):
     name: str
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
-        """confidence [B, G] in (0, 1], active [B] bool, room [B]: the most a row can hold -> lengths [B] long, 0 for
-        inactive rows."""
+        """confidence [B, G] in (0, 1] (0 for a row without a draft), active [B] bool, room [B]: the most a row can hold
+        -> lengths [B] long, 0 for inactive rows."""
+        ...
+
+
+@runtime_checkable
+class Choosy(Protocol):
+    """A schedule may also know, before anything is drafted, that it will admit nothing of some rows."""
+
+    def wants(self, active: Tensor) -> Tensor:
+        """active [B] bool -> [B] bool on the host, the rows to draft for, by history alone. Asked once a round.
+
+        Rows it does not want have confidence 0 and room 0 in this round's call; where it wants none, the drafter does
+        not run and there is no call. The drafter observes what is committed either way.
+        """
         ...
 
 

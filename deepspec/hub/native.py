@@ -51,17 +51,23 @@ def _replaceable(path: Path) -> bool:
     return not names or (names <= {"config.json", "model.safetensors"} and "deepspec" in read_config(path))
 
 
-def write_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
-    """Write config.json and model.safetensors into an existing folder."""
+def write_drafter(
+    drafter: Drafter, folder: Path, provenance: dict[str, Any], weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write config.json and model.safetensors into an existing folder. `weights`: the drafter's own tensors where it
+    holds only a part of them. InputError where `provenance` has a key that we use."""
     from safetensors.torch import save_file
 
-    tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
+    weights = drafter.state_dict() if weights is None else weights
+    tensors = {name: value.detach().contiguous() for name, value in weights.items()}
     dtype = next(iter(tensors.values())).dtype
     tensors |= {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in draft_vocab.to_tensors(drafter.vocab).items()
     }
     config = to_json(drafter.config, drafter.spec, drafter.vocab, dtype=dtype)
+    if taken := sorted(config["deepspec"].keys() & provenance.keys()):
+        raise InputError(f"provenance may not be called {' or '.join(taken)}: that describes the drafter itself")
     config["deepspec"] |= provenance
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..checked import require
 from ..sampling import ANCHOR, Sampling, uniforms
 from .attention import Anchored, attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .drafter import Batch, Drafter, DrafterConfig, Proposal
 from .layers import Block, Rotary, spec_norm
+from .packed import pack
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -176,6 +177,7 @@ class BlockDrafter(Drafter):
 
     def new_state(self, rows: int, max_length: int) -> BlockState:
         device = self.fc.weight.device
+        pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them
         cache = KVCache(rows, max_length + self.config.block_size)
         return BlockState(cache, [0] * rows, torch.zeros(rows, dtype=torch.long, device=device))
@@ -186,14 +188,14 @@ class BlockDrafter(Drafter):
         ragged = Ragged(count_list, features.device)
         if not ragged.total:
             return
-        start = torch.tensor(state.lengths, device=features.device)
+        start = on_device(state.lengths, features.device)
         positions = start[ragged.rows] + ragged.columns
         context = self.hidden_norm(self.fc(self._cast(ragged.pack(features))))
         rotary = self.rotary(positions)
         where = ragged.rows * state.cache.capacity + positions
         for i, layer in enumerate(self._blocks()):
             state.cache.write(i, where, *layer.self_attn.kv(context, rotary))
-        last = torch.tensor([c - 1 for c in count_list], device=features.device)
+        last = on_device([c - 1 for c in count_list], features.device)
         newest = next_tokens.gather(1, last.clamp(min=0)[:, None])[:, 0]
         state.anchors = torch.where(last >= 0, newest, state.anchors)
         state.lengths = [n + c for n, c in zip(state.lengths, count_list)]
@@ -205,35 +207,38 @@ class BlockDrafter(Drafter):
         state.live = [b for b, n in enumerate(state.lengths) if n]
 
     @torch.no_grad()
-    def propose(self, state: BlockState, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        if len(state.live) == len(state.lengths):
-            return self._draw(self._states(state, None), state.anchors, sampling, uniforms)
-        rows = torch.tensor(state.live, device=state.anchors.device)
-        part = self._draw(self._states(state, rows), state.anchors[rows], sampling, uniforms[rows])
-        B = len(state.lengths)
-        return Proposal(*(x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in vars(part).values()))
+    def propose(
+        self, state: BlockState, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None
+    ) -> Proposal:
+        live = state.live if rows is None else list(rows)
+        if len(live) == len(state.lengths):
+            return self._draw(self._states(state, live, None), state.anchors, sampling, uniforms)
+        at = on_device(live, state.anchors.device)
+        part = self._draw(self._states(state, live, at), state.anchors[at], sampling, uniforms[at])
+        return part.spread(at, len(state.lengths))
 
     @abstractmethod
     def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
         """Slot states [B, G, D], anchors [B], uniforms [B, G] -> a proposal."""
 
-    def _states(self, state: BlockState, rows: Tensor | None) -> Tensor:
-        """Slot states [B, G, D] of the block after each anchor; rows [B] names the live ones, None: all."""
+    def _states(self, state: BlockState, live: list[int], rows: Tensor | None) -> Tensor:
+        """Slot states [B, G, D] of the block after the anchor of each of `live`; rows [B] the same, None: all."""
         device, width = state.anchors.device, self.config.block_size
-        live = state.live
         ends = [state.lengths[b] for b in live]
-        longest = max(ends) + width
-        start = torch.tensor(ends, device=device)
+        longest = max(ends, default=0) + width
+        start = on_device(ends, device)
         positions = start[:, None] + torch.arange(width, device=device)
         anchors = state.anchors if rows is None else state.anchors[rows]
         x, rotary = self._embed(anchors), self.rotary(positions)
         numbers = torch.arange(len(live), device=device) if rows is None else rows
         where = (numbers[:, None] * state.cache.capacity + positions).flatten()
         window = self.config.sliding_window
+        # no row sees anything before this
+        first = 0 if window is None else max(0, min(ends, default=0) + 1 - window)
         mask = None
-        if min(ends) != max(ends) or (window is not None and longest > window):
+        if len(set(ends)) > 1 or (window is not None and longest > window):
             # a row sees its own context, no farther back than the window, and its block; not what lies beyond
-            key = torch.arange(longest, device=device)
+            key = torch.arange(first, longest, device=device)
             own = (key < positions[:, -1:] + 1)[:, None]
             if window is not None:
                 own = own & ((key > positions[..., None] - window) | (key >= start[:, None])[:, None])
@@ -242,7 +247,7 @@ class BlockDrafter(Drafter):
 
             def look(q: Tensor, k: Tensor, v: Tensor, i: int = i, scale: float = layer.self_attn.scale) -> Tensor:
                 state.cache.write(i, where, k.flatten(0, 1), v.flatten(0, 1))
-                keys, values = state.cache.read(i, longest, rows)
+                keys, values = state.cache.read(i, longest, rows, first)
                 return attend(q.transpose(1, 2), keys, values, mask, scale).transpose(1, 2)
 
             x = layer(x, rotary, look)

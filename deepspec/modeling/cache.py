@@ -3,6 +3,8 @@
 Letters: B rows, C capacity, N packed tokens, K kv heads, H head dim.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,11 +35,12 @@ class KVCache:
         for stored, new in zip(self._layers[layer], (keys, values)):
             stored.index_copy_(0, where, new)
 
-    def read(self, layer: int, length: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` positions of `rows` (None: all, as a view), each [B, K, length, H]."""
+    def read(self, layer: int, length: int, rows: Tensor | None = None, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `first` to `length` of `rows` (None: all, as a view), each
+        [B, K, length - first, H]."""
         found = []
         for stored in self._layers[layer]:
-            grid = stored.view(self.rows, self.capacity, *stored.shape[1:])[:, :length]
+            grid = stored.view(self.rows, self.capacity, *stored.shape[1:])[:, first:length]
             found.append((grid if rows is None else grid[rows]).transpose(1, 2))
         return found[0], found[1]
 
@@ -45,6 +48,12 @@ class KVCache:
 def as_list(counts: Tensor | list[int] | tuple[int, ...]) -> list[int]:
     """Per-row integers as Python ones; a tensor on an accelerator costs one synchronisation."""
     return counts.tolist() if isinstance(counts, Tensor) else [int(c) for c in counts]
+
+
+def on_device(values: Sequence[int], device: torch.device | str) -> Tensor:
+    """Integers of the host as a long tensor on `device`, without making the host wait for the device."""
+    made = torch.tensor(values, dtype=torch.long)
+    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
 
 
 class Ragged:
@@ -61,8 +70,8 @@ class Ragged:
         self.total = sum(counts)
         self.full = all(count == self.width for count in counts)
         self.device = device
-        self.rows = torch.tensor([b for b in self.live for _ in range(counts[b])], device=device)
-        self.columns = torch.tensor([s for b in self.live for s in range(counts[b])], device=device)
+        self.rows = on_device([b for b in self.live for _ in range(counts[b])], device)
+        self.columns = on_device([s for b in self.live for s in range(counts[b])], device)
 
     def pack(self, grid: Tensor) -> Tensor:
         """[B, S', ...] -> [N, ...]."""

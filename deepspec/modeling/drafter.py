@@ -76,6 +76,11 @@ class Proposal:
     confidence: Tensor
     """[B, G] float32 in (0, 1]: chance that slot g survives, given that the slots before it did."""
 
+    def spread(self, rows: Tensor, total: int) -> Proposal:
+        """This proposal's rows at places `rows` [B] of one of `total` rows; zeros elsewhere."""
+        parts = (self.tokens, self.probs, self.confidence)
+        return Proposal(*(x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows, x) for x in parts))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(Checked, ABC):
@@ -100,6 +105,11 @@ class DrafterConfig(Checked, ABC):
     def has_confidence(self) -> bool:
         """Whether the drafter will have a confidence head to train."""
         return False
+
+    @property
+    def draft_size(self) -> int | None:
+        """How many of the target's tokens the drafter will draft from; None: all."""
+        return None
 
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         """ConfigError where these settings cannot fit a target of `num_layers` layers and `vocab_size` embedding rows.
@@ -180,8 +190,12 @@ class Drafter(nn.Module, ABC):
         token that followed each [B, S]. The last of these is the row's new anchor; it has no features yet."""
 
     @abstractmethod
-    def propose(self, state: Any, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        """Draft G tokens after each row's anchor. uniforms [B, G] in (0, 1). Leaves `state` as it was."""
+    def propose(self, state: Any, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None) -> Proposal:
+        """Draft G tokens after each row's anchor. uniforms [B, G] in (0, 1). Leaves `state` as it was.
+
+        rows: ascending, those to draft for, each of which has observed something; None: all that have. Other rows are
+        zeros throughout.
+        """
 
     @abstractmethod
     def reset_rows(self, state: Any, rows: Sequence[int]) -> None:

@@ -42,6 +42,10 @@ class DSparkConfig(BlockConfig):
         return self.confidence_head
 
     @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
+
+    @property
     def confidence_reads_markov(self) -> bool:
         return self.confidence_with_markov and self.markov_rank > 0
 
@@ -94,12 +98,12 @@ class DSpark(BlockDrafter):
         if head is None:
             tokens, probs = self.vocab.full(*sampling.draw(base, uniforms))
         else:
-            state, prev, drawn, laws = head.start(hidden), anchors, [], []
+            state, prev, drawn = head.start(hidden), anchors, []
+            laws = torch.zeros(base.shape, device=base.device)
             for g in range(base.shape[1]):
                 state, row = head.step(state, head.markov_w1(prev), hidden[:, g])
-                prev, law = self.vocab.full(*sampling.draw(base[:, g] + head.markov_w2(row), uniforms[:, g]))
-                drawn.append(prev)
-                laws.append(law)
-            tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
+                drawn.append(sampling.fill(laws[:, g], base[:, g] + head.markov_w2(row), uniforms[:, g]))
+                prev = self.vocab.to_target(drawn[-1])
+            tokens, probs = self.vocab.full(torch.stack(drawn, 1), laws)
         before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
         return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())

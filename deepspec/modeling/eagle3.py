@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ..checked import require
 from ..sampling import Sampling
 from .attention import attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
 from .layers import Block, RMSNorm, Rotary, spec_norm
+from .packed import pack
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -65,6 +66,10 @@ class Eagle3Config(DrafterConfig):
             self.draft_vocab_size is None or self.draft_vocab_size >= 1,
             f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
         )
+
+    @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
 
     def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
         return Eagle3(self, spec, vocab)
@@ -310,6 +315,7 @@ class Eagle3(Drafter):
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def new_state(self, rows: int, max_length: int) -> Eagle3State:
+        pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them
         cache = KVCache(rows, max_length + self.num_slots)
         return Eagle3State(cache, [0] * rows, self.fc.weight.new_zeros(rows, self.spec.dim))
@@ -323,7 +329,7 @@ class Eagle3(Drafter):
         if not ragged.total:
             return
         layer = self._layer
-        positions = torch.tensor(state.lengths, device=device)[ragged.rows] + ragged.columns
+        positions = on_device(state.lengths, device)[ragged.rows] + ragged.columns
         inputs, residual = self._inputs(self._project(ragged.pack(features)), ragged.pack(next_tokens))
         where = ragged.rows * state.cache.capacity + positions
         rotary = self.rotary(positions)
@@ -331,8 +337,8 @@ class Eagle3(Drafter):
         state.lengths = [n + c for n, c in zip(state.lengths, count_list)]
         state.live = [b for b, n in enumerate(state.lengths) if n]
         # only each row's last position is ever asked for its state
-        live = torch.tensor(ragged.live, device=device)
-        last = torch.tensor([count_list[b] for b in ragged.live], device=device).cumsum(0) - 1
+        live = on_device(ragged.live, device)
+        last = on_device([count_list[b] for b in ragged.live], device).cumsum(0) - 1
         q = layer.self_attn.q(inputs[last], (rotary[0][last], rotary[1][last]))
         seen = self._look(state, q, ragged.live, 0)
         x = self._recur(layer.finish(residual[last], seen)).to(state.hidden.dtype)
@@ -344,11 +350,13 @@ class Eagle3(Drafter):
         state.live = [b for b, n in enumerate(state.lengths) if n]
 
     @torch.no_grad()
-    def propose(self, state: Eagle3State, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        layer, live, B = self._layer, state.live, len(state.lengths)
-        rows = torch.tensor(live, device=uniforms.device, dtype=torch.long)
-        start = torch.tensor([state.lengths[b] for b in live], device=uniforms.device, dtype=torch.long)
-        x = state.hidden[rows]
+    def propose(
+        self, state: Eagle3State, sampling: Sampling, uniforms: Tensor, rows: Sequence[int] | None = None
+    ) -> Proposal:
+        layer, live, B = self._layer, state.live if rows is None else list(rows), len(state.lengths)
+        at = on_device(live, uniforms.device)
+        start = on_device([state.lengths[b] for b in live], uniforms.device)
+        x = state.hidden[at]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
         for g in range(self.num_slots):
@@ -356,25 +364,24 @@ class Eagle3(Drafter):
                 position = start + g - 1
                 inputs, x = self._inputs(x, drawn[-1])
                 rotary = self.rotary(position)
-                where = rows * state.cache.capacity + position
+                where = at * state.cache.capacity + position
                 state.cache.write(0, where, *layer.self_attn.kv(inputs, rotary))
                 x = self._recur(layer.finish(x, self._look(state, layer.self_attn.q(inputs, rotary), live, g)))
-            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[rows, g]))
+            token, law = self.vocab.full(*sampling.draw(self.vocab.logits(self._read(x)), uniforms[at, g]))
             drawn.append(token)
             laws.append(law)
-        tokens, probs = torch.stack(drawn, 1), torch.stack(laws, 1)
-        if len(live) < B:
-            tokens, probs = (x.new_zeros(B, *x.shape[1:]).index_copy_(0, rows, x) for x in (tokens, probs))
-        return Proposal(tokens, probs, certain(tokens).sigmoid())
+        tokens = torch.stack(drawn, 1)
+        part = Proposal(tokens, torch.stack(laws, 1), certain(tokens).sigmoid())
+        return part if len(live) == B else part.spread(at, B)
 
     def _look(self, state: Eagle3State, q: Tensor, rows: list[int], ahead: int) -> Tensor:
         """Queries [N, Q, H], one for each of `rows`, over the first length + ahead places of its row -> [N, Q, H]."""
         ends = [state.lengths[b] + ahead for b in rows]
         longest, device = max(ends, default=0), q.device
         everyone = len(rows) == len(state.lengths)
-        keys, values = state.cache.read(0, longest, None if everyone else torch.tensor(rows, device=device))
+        keys, values = state.cache.read(0, longest, None if everyone else on_device(rows, device))
         mask = None
         if min(ends, default=0) != longest:
-            mask = torch.arange(longest, device=device) < torch.tensor(ends, device=device)[:, None]
+            mask = torch.arange(longest, device=device) < on_device(ends, device)[:, None]
             mask = mask[:, None, None]
         return attend(q[:, :, None], keys, values, mask, self._layer.self_attn.scale)[:, :, 0]

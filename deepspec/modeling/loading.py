@@ -51,18 +51,46 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def load_model(
-    name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
-) -> Any:
-    """The target's weights on one device."""
+    name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None,
+    device_map: str | dict[str, Any] | None = None, bits: int | None = None,
+) -> Any:  # fmt: skip
+    """The target's weights: on one device, or where transformers' `device_map` puts them ('auto': over all devices).
+    bits: 8 or 4, what bitsandbytes makes of the layers' matrices; embedding and head keep `dtype`."""
     from transformers import AutoModelForCausalLM
 
     where, extra = resolve(name)
-    kind = dtype_of(dtype)
+    kind, placed = dtype_of(dtype), device_map is not None or bits is not None
+    more: dict[str, Any] = dict(extra)
+    if placed:
+        more["device_map"] = {"": pick_device(device)} if device_map is None else device_map
     with _explained(name):
+        if bits is not None:
+            from transformers import BitsAndBytesConfig
+
+            own = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+            if bits == 4 and kind != "auto":
+                own["bnb_4bit_compute_dtype"] = kind
+            more["quantization_config"] = BitsAndBytesConfig(**own)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **extra
+            where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **more
         )
-    return model.to(device=pick_device(device))
+    return model if placed else model.to(device=pick_device(device))
+
+
+def weight_at(module: Any, device: torch.device) -> torch.Tensor:
+    """A module's weight on `device`: itself where it is there already, else a copy, also where it is kept outside the
+    device's memory. InputError where it is stored as integers."""
+    weight: torch.Tensor = module.weight
+    if weight.is_meta:
+        from accelerate.utils import align_module_device
+
+        with align_module_device(module, execution_device=device):
+            weight = module.weight.detach().clone()
+    if not weight.is_floating_point():
+        raise InputError(
+            f"the target's {type(module).__name__} of {list(weight.shape)} is quantised; drafters share it"
+        )
+    return weight.to(device)
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Any:

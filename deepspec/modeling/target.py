@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..checked import InputError
 from .attention import attend
-from .cache import KVCache, Ragged, as_list
+from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
-from .loading import load_model, load_tokenizer, stop_ids
+from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
+from .packed import pack
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -45,19 +46,23 @@ class Scored:
 class Target:
     """A Hugging Face causal language model."""
 
-    def __init__(self, model: Any, *, name: str = "", revision: str | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: Any, *, name: str = "", revision: str | None = None, tokenizer: Any = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """device: where inputs, features and the vocabulary shared with drafters live; None: where the head is."""
         self.model = model.eval().requires_grad_(False)
         self.name, self.revision, self.tokenizer = name, revision, tokenizer
         self.config = model.config.get_text_config()
         family: Family = read_family(model.config)
         self.spec = family.block
-        self.vocab = Vocab(
-            model.get_input_embeddings().weight,
-            model.get_output_embeddings().weight,
-            softcap=family.softcap,
-            embed_scale=family.embed_scale,
-        )
+        inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+        device = outputs.weight.device if device is None else device
+        head = weight_at(outputs, device)
+        embedding = head if inputs.weight is outputs.weight else weight_at(inputs, device)
+        self.vocab = Vocab(embedding, head, softcap=family.softcap, embed_scale=family.embed_scale)
         self._decoder = model.get_decoder()
+        pack(self._decoder)
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
@@ -66,11 +71,16 @@ class Target:
 
     @classmethod
     def load(
-        cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
-    ) -> Target:
-        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one."""
-        model = load_model(name, device=device, dtype=dtype, revision=revision)
-        return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision))
+        cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None,
+        device_map: str | dict[str, Any] | None = None, bits: int | None = None,
+    ) -> Target:  # fmt: skip
+        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one.
+
+        device_map, bits: layers over several devices, layers in 8 or 4 bits (see load_model); what drafters share is on
+        `device` and in `dtype` all the same."""
+        model = load_model(name, device=device, dtype=dtype, revision=revision, device_map=device_map, bits=bits)
+        home = pick_device(device) if device_map is not None else None
+        return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision), device=home)
 
     @property
     def device(self) -> torch.device:
@@ -106,8 +116,13 @@ class Target:
         return self._run(view, tokens, tuple(target_layer_ids))
 
     def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies."""
+        """Tensors of each decoder layer, and of the final norm, by their names there; views, not copies. InputError
+        where they are quantised or not in memory."""
         layers = [layer.state_dict() for layer in self._decoder.layers]
+        if any(x.is_meta or not x.is_floating_point() for layer in layers for x in layer.values()):
+            raise InputError(
+                f"the layers of target {self.name!r} are quantised or offloaded; no drafter can start from them"
+            )
         return layers, self._decoder.norm.state_dict()
 
     def _check_layers(self, ids: Sequence[int]) -> None:
@@ -126,8 +141,11 @@ class Target:
                 use_cache=False,
                 deepspec_pass=view,
             )
-        hidden = output.last_hidden_state[0]
-        features = torch.cat([seen[i][0] for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
+        home = self.device
+        hidden = output.last_hidden_state[0].to(home)
+        features = (
+            torch.cat([seen[i][0].to(home) for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
+        )
         return features, hidden
 
     @contextlib.contextmanager
@@ -181,8 +199,9 @@ class Session:
             parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
         if last_only:
-            last = torch.tensor(count_list, device=tokens.device).sub(1).clamp(min=0)
-            logits = self.target.vocab.logits(hidden[torch.arange(B, device=tokens.device), last])[:, None]
+            last = on_device(count_list, tokens.device).sub(1).clamp(min=0)
+            newest = hidden[torch.arange(B, device=tokens.device), last] if S else hidden.new_zeros(B, hidden.shape[-1])
+            logits = self.target.vocab.logits(newest)[:, None]
         elif ragged.full:
             logits = self.target.vocab.logits(hidden)
         else:
@@ -218,17 +237,18 @@ class _Pass:
     """One packed pass: which row and place each of N tokens has, and attention over it."""
 
     def __init__(self, ragged: Ragged, lengths: Sequence[int], cache: KVCache | None) -> None:
-        self.ragged, self.cache = ragged, cache
+        self.ragged, self.cache, self._lengths = ragged, cache, list(lengths)
+        self._elsewhere: dict[torch.device, _Pass] = {}
         live, device = ragged.live, ragged.device
         starts = [lengths[b] for b in live]
         self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
         self.fresh = not any(starts)  # nothing in the cache yet: plain causal attention among the new tokens
-        start = torch.tensor(lengths, device=device)
+        start = on_device(lengths, device)
         self.positions = start[ragged.rows] + ragged.columns
         self.ignored = torch.empty(1, 1, 1, 1, device=device)
         """A 4-D mask stops transformers from making one; our attention does not read it."""
         everyone = len(live) == len(ragged.counts)
-        self.alone = torch.tensor(live, device=device) if not everyone else None
+        self.alone = on_device(live, device) if not everyone else None
         self._solo = (live[0], starts[0]) if cache is not None and len(live) == 1 and not self.fresh else None
         """The row that is alone, and where it starts: its keys are a plain slice."""
         self.where = None if cache is None or self._solo else ragged.rows * cache.capacity + self.positions
@@ -240,6 +260,15 @@ class _Pass:
         self._cuts = [(sum(self.grid.counts[:i]), n) for i, n in enumerate(self.grid.counts)]
         self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
         self._masks: dict[int | None, Tensor | None] = {}
+
+    def to(self, device: Any, **kwargs: Any) -> _Pass:
+        """The same pass for a layer on another device: accelerate asks for it where a target is spread over several."""
+        place = torch.device(device)
+        if place == self.ragged.device:
+            return self
+        if place not in self._elsewhere:
+            self._elsewhere[place] = _Pass(Ragged(self.ragged.counts, place), self._lengths, self.cache)
+        return self._elsewhere[place]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .packed import Packed
+
 
 class Vocab(nn.Module):
     """V tokens: `embed` turns ids into inputs, `logits` turns hidden states into scores, as the target itself does.
@@ -35,6 +37,7 @@ class Vocab(nn.Module):
         if draft_head is None and kept is not None:
             draft_head = head.detach()[kept]
         self._own_head = None if draft_head is None else nn.Parameter(draft_head, requires_grad=False)
+        self._packed, self._packed_own = Packed(), Packed()
 
     @property
     def size(self) -> int:
@@ -73,7 +76,7 @@ class Vocab(nn.Module):
         return self._scores(hidden, self.head)
 
     def _scores(self, hidden: Tensor, head: Tensor) -> Tensor:
-        logits = F.linear(hidden.to(head.dtype), head)
+        logits = (self._packed if head is self.head else self._packed_own)(hidden.to(head.dtype), head)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     # -- between the V tokens of the target and the Vd of a drafter ----------------------------------------------------

@@ -1,7 +1,11 @@
-"""python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...] [--plan]"""
+"""python -m deepspec.train --config config/dspark/tiny.py [--set train.lr=1e-4 ...] [--plan]
+
+The same command under torchrun or accelerate launch trains on several processes.
+"""
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +22,10 @@ def command() -> int:
     )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. train.lr=1e-4")
     parser.add_argument(
-        "--resume", choices=("auto", "never"), default="auto", help="go on from the newest checkpoint in `out`"
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="go on from the newest checkpoint in `out` (auto), from a checkpoint's or run's folder, or start over",
     )
     parser.add_argument("--plan", action="store_true", help="say what the run would take, and stop; reads no weights")
     parser.add_argument("--target-config", metavar="FILE", help="--plan: the target's config.json, or its directory")
@@ -41,23 +48,29 @@ def command() -> int:
 
         print(plan(config, target_config(config, args.target_config), int(args.tokens or TOKENS)).text())
         return 0
+    return _train(config, args.resume)
 
+
+def _train(config: Any, resume: str) -> int:
     from tqdm import tqdm
 
+    from .distributed import leave
     from .loop import fit
 
-    print(
-        f"training {type(config.drafter).__name__.removesuffix('Config')} for {config.target} -> {config.out}",
-        flush=True,
-    )
-    logging.getLogger("deepspec").setLevel(logging.INFO)
+    main = int(os.environ.get("RANK", 0)) == 0  # the one process that speaks
+    if main:
+        kind = type(config.drafter).__name__.removesuffix("Config")
+        print(f"training {kind} for {config.target} -> {config.out}", flush=True)
+        logging.getLogger("deepspec").setLevel(logging.INFO)
     logging.getLogger("deepspec").addHandler(logging.StreamHandler(sys.stdout))
-    stop: list[int] = []
+    told: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, frame: stop.append(n))
-    run = fit(config, resume=args.resume)
+        signal.signal(number, lambda n, frame: told.append(n))
     bar: Any = None
-    for report in run:
+    report = None
+    for report in fit(config, resume=resume, stop=lambda: bool(told)):
+        if not main:
+            continue
         if bar is None:
             bar = tqdm(total=report.total_steps, initial=report.step - 1, unit="step", smoothing=0.1, file=sys.stdout)
         bar.update()
@@ -67,14 +80,13 @@ def command() -> int:
                 f"loss {m.get('loss', float('nan')):.3f}, accept@0 {m.get('accept@0', float('nan')):.2f}, "
                 f"tau {m.get('tau', float('nan')):.2f}, {report.tokens / report.seconds:.0f} tok/s"
             )
-        if stop and report.step < report.total_steps:
-            run.close()  # type: ignore[attr-defined]  # saves at the step that just ended
-            bar.close()
-            print(f"stopped at step {report.step}; checkpoint saved, the same command goes on from it")
-            return 0
+    leave()
     if bar is not None:
         bar.close()
-    print(f"drafter: {config.out / 'drafter'}")
+    if main and told and (report is None or report.step < report.total_steps):
+        print("stopped; what was done is saved, the same command goes on from it")
+    elif main:
+        print(f"drafter: {config.out / 'drafter'}")
     return 0
 
 

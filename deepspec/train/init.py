@@ -6,15 +6,32 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError
+from ..config import Config
+from ..data.rows import Rows
 from ..hub.native import find_drafter, read_tensors
+from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
+from ..modeling.vocab import Vocab
 
 
 def check(init: str) -> None:
     """InputError where `init` names no drafter; costs nothing, so that it may come before the target's weights."""
     if init not in ("random", "target"):
         find_drafter(init)
+
+
+def vocabulary(config: Config, vocab: Vocab, rows: Rows) -> Vocab:
+    """What a new drafter drafts from: of the target's tokens those that `rows` supervise most, or those that the
+    drafter it starts from drafts, with its head, where they are as many."""
+    size = config.drafter.draft_size
+    if size is not None and config.train.init not in ("random", "target"):
+        theirs = draft_vocab.from_tensors(vocab, read_tensors(find_drafter(config.train.init)))
+        if theirs.draft_size == size:
+            return theirs
+    return draft_vocab.for_training(
+        vocab, size, ((rows.tokens_of(i).tolist(), rows.mask_of(i).tolist()) for i in range(len(rows)))
+    )
 
 
 @torch.no_grad()

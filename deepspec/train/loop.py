@@ -1,20 +1,21 @@
 """The training loop: a generator, so that a notebook and the command line run the same code.
 
 Everything random is a pure function of (seed, epoch, row), so a resumed run needs no random state: it computes what the
-uninterrupted run would have.
+uninterrupted run would have. Under a launcher every process runs this loop; the first one writes.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 from ..cache import tentative, whole_dir, writable_dir
-from ..config import Config
+from ..checked import ConfigError, InputError, RunError
+from ..config import Config, as_dict
 from ..hub.native import write_drafter
-from . import checkpoint, optim
+from . import checkpoint
+from .distributed import World
 from .log import Log
 from .report import StepReport
 from .setup import Setup, prepare
@@ -23,75 +24,100 @@ from .step import Stepper
 _LOG = logging.getLogger(__name__)
 
 
-def fit(config: Config, *, resume: Literal["auto", "never"] = "auto") -> Iterator[StepReport]:
+def fit(config: Config, *, resume: str = "auto", stop: Callable[[], bool] = lambda: False) -> Iterator[StepReport]:
     """Train a drafter; yields a StepReport after each optimiser step. Closing the generator saves a checkpoint.
 
-    Writes config.out: metrics.jsonl, checkpoints/step-*, and at the end drafter/. `resume` auto goes on from the newest
-    checkpoint there. All input is checked before the target's weights are read; InputError says what is wrong.
+    Writes config.out: metrics.jsonl, checkpoints/step-*, and at the end drafter/. `resume`: 'auto' goes on from the
+    newest checkpoint there, 'never' starts over, anything else is the folder of a checkpoint or of a run to go on from.
+    `stop` is asked between passes: once true (and true from then on), a checkpoint is saved and the generator ends,
+    on all processes together. All input is checked before the target's weights are read; InputError says what is
+    wrong. RunError ends a run that cannot go on (memory, numbers that are not finite); its checkpoints stay.
     """
+    world = World.join(config.train.device)
+    if world.size > 1 and config.train.target_devices == "all":
+        raise ConfigError("train.target_devices='all' is for one process: others would spread over the same devices")
     with tentative(config.out):
         writable_dir(config.out, "output directory")
-        run = _Run(config, prepare(config), resume)
+        saved = checkpoint.choose(config.out, resume, as_dict(config))
+        run = _Run(world, prepare(config, world.device, saved), saved, resume == "never", stop)
     return run.steps()
 
 
 class _Run:
-    def __init__(self, config: Config, parts: Setup, resume: str) -> None:
-        self.config, self.parts, self.out, train = config, parts, config.out, config.train
+    def __init__(
+        self, world: World, parts: Setup, saved: checkpoint.Saved | None, afresh: bool, stop: Callable[[], bool]
+    ) -> None:
+        config = parts.config
+        self.config, self.world, self.parts, self.out, train = config, world, parts, config.out, config.train
+        self.start = self.saved = saved.step if saved else 0
+        """Finished steps: before this run, and in the newest checkpoint."""
+        if len({*world.gather([(self.start, parts.identity["digest"])])}) > 1:
+            raise InputError("processes see different data or checkpoints: data.path and `out` must be shared folders")
         loader, self.batches = parts.data.loader(), parts.data.batches(parts.target)
         self.total = min(train.max_steps or 1 << 62, loader.steps(train.epochs))
-        self.optimizer = optim.build(parts.drafter, train)
-        self.stepper = Stepper(config, parts.drafter, self.optimizer, loader, self.batches, self.total)
-        self.start = self._resume(resume)
-        self.log = Log(self.out / "metrics.jsonl", self.start)
-        if not self.start:
-            for line in parts.started:
+        self.stepper = Stepper(config, world, parts.drafter, loader, self.batches, self.total, stop)
+        if saved:
+            checkpoint.load_optimizer(saved.path, parts.drafter, self.stepper.optimizer)
+        if world.main:
+            if afresh:
+                shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
+            checkpoint.tidy(self.out, self.start)
+            self.log = Log(self.out / "metrics.jsonl", self.start)
+            for line in [] if saved else parts.started:
                 _LOG.info("init: %s", line)
 
-    def _resume(self, resume: str) -> int:
-        if resume == "never":
-            shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
-        existing = checkpoint.found(self.out)
-        if not existing:
-            return 0
-        return checkpoint.load(existing[-1], self.parts.drafter, self.optimizer, self.parts.settings)
-
     def steps(self) -> Iterator[StepReport]:
-        train, saved = self.config.train, self.start
         report = None
         for step in range(self.start, self.total):
-            report = self.stepper.step(step)
-            last = report.step == self.total
-            if report.step % train.log_every == 0 or last:
-                self.batches.source.check(self.config.data.max_refused)
-                self.log.write(report)
-            if report.step % train.save_every == 0 or last:
-                self._save(report.step)
-                saved = report.step
-            if last:
+            try:
+                report = self.stepper.step(step)
+            except RunError as error:
+                kept = checkpoint.found(self.out)
+                where = f"the newest checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+                raise RunError(f"{error}; {where}") from error
+            if report is None:
+                self._save(step)
+                return
+            self._after(report)
+            if report.step == self.total:
                 break  # the drafter is written before the last report, so that a caller may stop at it
+            if self.stepper.stopping:
+                self._save(report.step)
             try:
                 yield report
             except GeneratorExit:
-                if saved != report.step:
-                    self._save(report.step)
+                self._save(report.step)
                 raise
+            if self.stepper.stopping:
+                return
         self._finish()
         if report is not None:
             yield report
 
+    def _after(self, report: StepReport) -> None:
+        """What follows a step: the log, the checkpoint."""
+        train, last = self.config.train, report.step == self.total
+        if report.step % train.log_every == 0 or last:
+            self.batches.source.check(self.config.data.max_refused)
+            if self.world.main:
+                self.log.write(report)
+        if report.step % train.save_every == 0 or last:
+            self._save(report.step)
+
     def _save(self, step: int) -> None:
+        if step == self.saved:
+            return
         parts = self.parts
         checkpoint.save(
-            self.out,
-            step,
-            parts.drafter,
-            self.optimizer,
-            parts.settings,
-            self.config.train.keep_last,
-            parts.provenance(),
-        )
+            self.out, step, parts.drafter, self.stepper.optimizer, parts.settings, self.config.train.keep_last,
+            parts.provenance(), self.world,
+        )  # fmt: skip
+        self.saved = step
+        self.world.wait()  # so that a process that is done finds what the first one writes
 
     def _finish(self) -> None:
-        with whole_dir(self.out / "drafter") as temporary:
-            write_drafter(self.parts.drafter, temporary, {**self.parts.provenance(), "step": self.total})
+        weights = checkpoint.whole_weights(self.parts.drafter)
+        if self.world.main:
+            with whole_dir(self.out / "drafter") as temporary:
+                write_drafter(self.parts.drafter, temporary, {**self.parts.provenance(), "step": self.total}, weights)
+        self.world.wait()

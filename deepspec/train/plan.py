@@ -137,7 +137,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
         frozen=heads,
         slots=batch * slots,
         memory={
-            "target weights": (layers + len(heads) * V * D) * size,
+            "target weights": layers * (train.target_bits or size * 8) // 8 + len(heads) * V * D * size,
             "drafter weights": trainable * 4,
             "gradients": trainable * 4,
             f"optimiser ({train.optimizer})": moments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 
 from ..config import Config, as_dict
 from ..data.training import TrainingData, training_data
-from ..modeling import loading
+from ..hub.native import read_tensors
+from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
 from ..modeling.families import read_family
 from ..modeling.target import Target
+from ..modeling.vocab import Vocab
 from ..provenance import provenance
 from . import init
+from .checkpoint import Saved
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Setup:
 
     config: Config
     data: TrainingData
+    identity: dict[str, Any]
+    """What tells the data from others: the number of rows, and a hash of them in their order."""
     target: Target
     drafter: Drafter
     started: list[str]
@@ -48,16 +54,17 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {"rows": len(self.data.rows), "dropped": dict(self.data.dropped), "manifests": manifests},
+            "data": {**self.identity, "dropped": dict(self.data.dropped), "manifests": manifests},
             "versions": provenance(),
         }
 
 
-def prepare(config: Config) -> Setup:
-    """Check everything, then read the target and build the drafter. InputError says what is wrong."""
+def prepare(config: Config, device: torch.device, saved: Saved | None = None) -> Setup:
+    """Check everything, then read the target and build the drafter, with the weights of `saved` where there is one.
+    InputError says what is wrong."""
     train = config.train
-    init.check(train.init)
-    device = loading.pick_device(train.device)
+    if saved is None:
+        init.check(train.init)
     hf = loading.load_config(config.target, config.target_revision)
     read_family(hf)  # an unknown one is found before the weights are read
     text = hf.get_text_config()
@@ -68,16 +75,29 @@ def prepare(config: Config) -> Setup:
         num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
     )
     data = training_data(config, tokenizer, stops, text.vocab_size)
-    target = Target.load(config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision)
-    drafter = build_drafter(config, target)
-    return Setup(config, data, target, drafter, init.warm_start(drafter, target, train.init))
+    digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
+    identity = {"rows": len(data.rows), "digest": digest}
+    if saved is not None:
+        saved.check_data(identity)
+    target = Target.load(
+        config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision,
+        device_map="auto" if train.target_devices == "all" else None, bits=train.target_bits,
+    )  # fmt: skip
+    if saved is not None:
+        tensors = read_tensors(saved.path)
+        drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
+        drafter.load_state_dict(tensors)
+        return Setup(config, data, identity, target, drafter, saved.drafter.get("init", []))
+    drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
+    return Setup(config, data, identity, target, drafter, init.warm_start(drafter, target, train.init))
 
 
-def build_drafter(config: Config, target: Target) -> Drafter:
-    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only."""
+def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:
+    """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only. vocab: what
+    it drafts from, where that is not all of the target's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = config.drafter.build(target.spec, target.vocab)
+        drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     set_attention(drafter, config.train.attention)
     return drafter

@@ -1,0 +1,229 @@
+"""One run of the decoding loop: rows are filled, drafted for, verified, committed and refilled.
+
+Letters: B rows, G slots, S scored positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..modeling.cache import on_device
+from ..modeling.drafter import Drafter, Proposal
+from ..modeling.target import Session, Target
+from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
+from .schedule import Choosy, Schedule
+from .verify import Rule, Verdict, agree, verify
+
+
+@dataclass
+class Generation:
+    """What one request produced."""
+
+    tokens: list[int] = field(default_factory=list)
+    """New tokens only, trimmed at the stop id (kept) and the budget."""
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """(verified, accepted) drafts a round, trimmed to what was kept; the token drawn from the prefill is in none."""
+    finish: Literal["stop", "length"] = "length"
+    confidence: list[list[float]] = field(default_factory=list)
+    """With `record`: the drafter's confidence in each of the G slots, a round; all 0 where nothing was drafted."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time in flight, from before its prefill to its last token."""
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed a round, bonus token included; NaN before the first round."""
+        return (len(self.tokens) - 1) / len(self.rounds) if self.rounds else float("nan")
+
+    @property
+    def text(self) -> str:
+        """Decoded tokens. ValueError where the target came without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("this target has no tokenizer; use .tokens")
+        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+
+
+@dataclass
+class Request:
+    """One answer to be written."""
+
+    index: int
+    prompt: Sequence[int]
+    seed: int
+    budget: int
+    """New tokens it may have."""
+    out: Generation
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How all requests of a run are decoded."""
+
+    sampling: Sampling
+    drafting: Sampling
+    """Of the drafter's tokens: greedy drafts are exact at any temperature."""
+    schedule: Schedule
+    rule: Rule
+    stop_ids: frozenset[int]
+    rows: int
+    """Requests in flight."""
+    record: bool
+    clock: Any
+
+
+class Loop:
+    """State of one run."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, requests: Iterator[Request], max_length: int, settings: Settings
+    ) -> None:
+        """max_length: tokens that prompt and answer of a request have at most."""
+        self.target, self.drafter, self.waiting, self.settings = target, drafter, requests, settings
+        self.sampling, self.rows, self.device = settings.sampling, settings.rows, target.device
+        self.choosy = settings.schedule if isinstance(settings.schedule, Choosy) else None
+        self.slots = 0 if drafter is None else drafter.num_slots
+        # a round may run past the budget by its drafts; they are trimmed
+        self.max_length = max_length + self.slots + 1
+        self.flight: list[Request | None] = [None] * self.rows
+        empty = torch.zeros(self.rows, 0, device=self.device)
+        # the proposal of plain decoding
+        self.nothing = Proposal(empty.long(), empty[..., None].expand(-1, -1, target.vocab.size), empty)
+        self.every = torch.arange(self.rows, device=self.device)
+        streams = [torch.tensor([TARGET]), slot_streams(DRAFT, self.slots), slot_streams(ACCEPT, self.slots)]
+        self.streams = torch.cat(streams).to(self.device)
+        places = self.max_length + 1
+        self.chance = torch.zeros(self.rows, places, len(self.streams), dtype=torch.float64, device=self.device)
+        """Every uniform a row can need, by the place of the anchor: the target's own token, then a draft and a coin a
+        slot."""
+
+    def _timed(self, part: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.settings.clock is None else self.settings.clock.part(part)
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[tuple[int, Generation]]:
+        layer_ids = () if self.drafter is None else self.drafter.config.target_layer_ids
+        self.session: Session = self.target.open(self.rows, self.max_length, layer_ids)
+        self.state = None if self.drafter is None else self.drafter.new_state(self.rows, self.max_length)
+        self.anchors = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        while True:
+            yield from self._admit()
+            if not any(self.flight):
+                return
+            yield from self._round()
+
+    def _admit(self) -> Iterator[tuple[int, Generation]]:
+        """Fill free rows with waiting requests: prefill, first token. A request may end right here."""
+        while True:
+            new = []
+            for row in range(self.rows):
+                if self.flight[row] is None and (request := next(self.waiting, None)) is not None:
+                    request.began = time.perf_counter()
+                    self.flight[row] = request
+                    new.append(row)
+            if not new:
+                return
+            counts = [len(r.prompt) if r is not None and row in new else 0 for row, r in enumerate(self.flight)]
+            width = max(counts)
+            flat = [[*r.prompt, *[0] * (width - n)] if n and r else [0] * width for n, r in zip(counts, self.flight)]
+            tokens = on_device([token for row in flat for token in row], self.device).view(self.rows, width)
+            place = torch.arange(self.chance.shape[1], device=self.device)
+            at = on_device(new, self.device)
+            seeds = on_device([self._request(row).seed for row in new], self.device)
+            self.chance[at] = uniforms(seeds[:, None, None], place[:, None], self.streams)
+            with self._timed("prefill"):
+                self.session.reset(new)
+                scored = self.session.score(tokens, counts, last_only=True)
+                last = on_device(counts, self.device).sub(1).clamp(min=0)
+                first = self.sampling.token(scored.logits[:, 0], self.chance[self.every, last, 0])
+                self.anchors = torch.where(on_device(counts, self.device) > 0, first, self.anchors)
+                if self.drafter is not None:
+                    self.drafter.reset_rows(self.state, new)
+                    following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, last[:, None], first[:, None])
+                    self.drafter.observe(self.state, scored.features, following, counts)
+            drawn = first.tolist()
+            for row in new:
+                yield from self._commit(row, [drawn[row]], None)
+
+    def _round(self) -> Iterator[tuple[int, Generation]]:
+        """Draft, verify and commit once for every row in flight."""
+        lengths = self.session.lengths
+        on = [r is not None for r in self.flight]
+        active = torch.tensor(on)
+        chance = self.chance[self.every, on_device(lengths, self.device)]
+        with self._timed("draft"):
+            proposal, admitted = self._draft(active, chance[:, 1 : self.slots + 1])
+        G = proposal.tokens.shape[1]
+        with self._timed("verify"):
+            drafts = admitted.tolist()
+            counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
+            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
+            scored = self.session.score(tokens, counts)
+            verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), chance)
+            following = verdict.next_token[:, None]
+            if G:
+                shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+                following = shifted.scatter(1, verdict.accepted[:, None], following)
+            host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
+            kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
+            self.session.rewind([n + k for n, k in zip(lengths, kept)])
+            self.anchors = torch.where(on_device(on, self.device) > 0, verdict.next_token, self.anchors)
+        if self.drafter is not None:
+            with self._timed("draft"):
+                width = max(kept)
+                self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
+        confidence = proposal.confidence.tolist() if self.settings.record and G else [[0.0] * self.slots] * self.rows
+        for row in range(self.rows):
+            if on[row]:
+                if self.settings.record:
+                    self._request(row).out.confidence.append(confidence[row])
+                yield from self._commit(row, host[row][1 : kept[row] + 1], (counts[row] - 1, kept[row] - 1))
+
+    def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, chance: Tensor) -> Verdict:
+        """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], the anchors' chance."""
+        if self.sampling.temperature == 0:
+            return agree(likeliest(logits), proposal.tokens, lengths)
+        coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
+        return verify(self.sampling.probs(logits), proposal, lengths, coins, self.settings.rule)
+
+    def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, Tensor]:
+        """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
+        wanted = active if self.choosy is None else self.choosy.wants(active) & active
+        rows = wanted.nonzero()[:, 0].tolist()
+        if self.drafter is None or not rows:
+            return self.nothing, torch.zeros(self.rows, dtype=torch.long)
+        proposal = self.drafter.propose(self.state, self.settings.drafting, chance, rows)
+        room = torch.tensor([self.max_length - n - 1 if w else 0 for n, w in zip(self.session.lengths, wanted)])
+        return proposal, self.settings.schedule(proposal.confidence, active, room)
+
+    def _commit(self, row: int, new: list[int], record: tuple[int, int] | None) -> Iterator[tuple[int, Generation]]:
+        """Take over new tokens up to a stop id or the budget; yield and free the row when the request is done."""
+        request = self._request(row)
+        out = request.out
+        keep = min(len(new), request.budget - len(out.tokens))
+        for i, token in enumerate(new[:keep]):
+            if token in self.settings.stop_ids:
+                keep, out.finish = i + 1, "stop"
+                break
+        out.tokens += new[:keep]
+        if record is not None:  # where drafts were trimmed, all that is left of the round was accepted
+            out.rounds.append(record if keep == len(new) else (keep, keep))
+        if out.finish == "stop" or len(out.tokens) == request.budget:
+            out.seconds = time.perf_counter() - request.began
+            self.flight[row] = None
+            self.session.reset([row])
+            if self.drafter is not None:
+                self.drafter.reset_rows(self.state, [row])
+            yield request.index, out
+
+    def _request(self, row: int) -> Request:
+        request = self.flight[row]
+        assert request is not None
+        return request

@@ -1,0 +1,69 @@
+"""bfloat16 products on a CPU with weights laid out as oneDNN wants them: the same sums, without a new layout each call.
+
+Letters: N rows, I inputs, O outputs.
+"""
+
+import functools
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS = 8
+"""Rows of the products the layout is made for; it serves any number."""
+
+
+class Packed:
+    """A weight's other layout: made at the first product that can use it, and again when the weight has changed. It
+    takes the weight's memory a second time."""
+
+    def __init__(self) -> None:
+        self._source: tuple[Tensor, int] | None = None
+        """The weight it was made of, kept so that no other takes its address, and that weight's version."""
+        self._weight: Tensor | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear: x [..., I], weight [O, I], bias [O] -> [..., O]. As it is where gradients are on."""
+        if not (
+            weight.dtype == x.dtype == torch.bfloat16
+            and weight.device.type == "cpu"
+            and not torch.is_grad_enabled()
+            and x.numel()
+            and supported()
+        ):
+            return F.linear(x, weight, bias)
+        source, version = self._source or (None, -1)
+        if source is None or source.data_ptr() != weight.data_ptr() or version != weight._version:
+            with torch.inference_mode(False):
+                self._source = weight.detach(), weight._version
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._source[0], ROWS)
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+
+    def __deepcopy__(self, memo: object) -> "Packed":
+        return Packed()
+
+
+class PackedLinear(nn.Linear):
+    """nn.Linear through `Packed`."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.packed = Packed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x, self.weight, self.bias)
+
+
+def pack(module: nn.Module) -> None:
+    """Let every plain nn.Linear in `module` compute as PackedLinear does; parameters and names stay."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = PackedLinear
+            cast(PackedLinear, part).packed = Packed()
+
+
+@functools.cache
+def supported() -> bool:
+    """Whether this CPU and build have such products."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
