@@ -117,8 +117,8 @@ class TrainConfig(Checked):
     attention: Literal["auto", "flex", "sdpa"] = "auto"
     """auto is flex on CUDA and SDPA elsewhere."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of the drafter and the objective; auto is on for CUDA. On a CPU it needs a C++ compiler, takes about
-    a minute, and pays for large vocabularies."""
+    """torch.compile of the drafter and the objective; auto is on for CUDA. On a CPU it needs a C++ compiler and about a
+    minute, and pays for large vocabularies."""
     checkpoint_layers: bool = False
     """Recompute the drafter's layers in the backward pass instead of keeping what they computed: less memory, about a
     third more work for the drafter."""

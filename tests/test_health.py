@@ -68,7 +68,7 @@ def test_overfitting_needs_both_sides(rising):
 def test_norms_that_never_move_are_named():
     """A norm without gradient is said after STILL steps of this process; norms that moved by a float32 step are not."""
     drafter = make_drafter("vanilla", target())
-    health = Health(LOSS, drafter)
+    health = Health(LOSS, drafter, 1000)
     names = [n for n, _ in drafter.named_parameters() if "norm" in n]
     with torch.no_grad():
         for name, p in drafter.named_parameters():

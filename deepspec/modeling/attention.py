@@ -45,8 +45,16 @@ class Anchored:
 
     def attend(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """q [B, N, Q, H]; context keys and values [B, T, K, H]; the blocks' own [B, N, K, H] -> [B, N, Q, H]."""
-        backend = ("flex" if q.is_cuda else "sdpa") if self.backend == "auto" else self.backend
-        return (self._flex if backend == "flex" else self._sdpa)(q, context, block, scale)
+        return (self._flex if self._is_flex else self._sdpa)(q, context, block, scale)
+
+    def prepare(self) -> Anchored:
+        """Make the mask now: layers that are compiled find it made."""
+        _ = self._block_mask if self._is_flex else self._context_mask
+        return self
+
+    @property
+    def _is_flex(self) -> bool:
+        return self.anchors.is_cuda if self.backend == "auto" else self.backend == "flex"
 
     @functools.cached_property
     def own_document(self) -> Tensor:
@@ -57,8 +65,6 @@ class Anchored:
 
     @functools.cached_property
     def _block_mask(self) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
         anchors, own, document, window = self.anchors, self.own_document, self.document, self.window
 
@@ -68,7 +74,7 @@ class Anchored:
             context = sees_context(anchors[b, block], own[b, block], k, document[b, place], q % G, window)
             return torch.where(k < T, context, (k - T) // G == q // G)
 
-        return create_block_mask(visible, B, None, A * G, T + A * G, device=anchors.device)
+        return _mask_maker(anchors.is_cuda)(visible, B, None, A * G, T + A * G, device=anchors.device)
 
     def _flex(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(context, block))
@@ -120,6 +126,14 @@ def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: 
     out = (weights[..., :T].reshape(B, K, A * R * G, T) @ cv.transpose(1, 2)).view(B, K, A, R * G, H)
     out = out + weights[..., T:] @ bv.permute(0, 3, 1, 2, 4)
     return out.view(B, K, A, R, G, H).permute(0, 2, 4, 1, 3, 5).reshape(B, A, G, K * R, H)
+
+
+@functools.cache
+def _mask_maker(compiled: bool) -> Any:
+    """create_block_mask; compiled it never holds the whole mask [A * G, T + A * G]."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
 
 @functools.cache

@@ -133,6 +133,8 @@ class Drafter(nn.Module, ABC):
     config: DrafterConfig
     spec: BlockSpec
     vocab: Vocab
+    checkpoint_layers = False
+    """Whether the backward pass computes the layers again instead of keeping what they computed."""
 
     @property
     @abstractmethod

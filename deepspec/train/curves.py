@@ -18,15 +18,21 @@ def read(out: Path) -> list[Row]:
     file = out / "metrics.jsonl"
     if not file.is_file():
         raise InputError(f"no metrics.jsonl in {str(out)!r}; give a run directory (`out` of a config)")
-    rows = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    found = rows(file)
+    if not found:
+        raise InputError(f"{file} is empty: the run has not logged a step yet")
+    return found
+
+
+def rows(file: Path) -> list[Row]:
+    """The lines of a metrics.jsonl; none where there is no file."""
+    found = []
+    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
         try:
-            rows.append(dict(json.loads(line)))
+            found.append(dict(json.loads(line)))
         except (ValueError, TypeError):
             raise InputError(f"{file}, line {number}: not a JSON object") from None
-    if not rows:
-        raise InputError(f"{file} is empty: the run has not logged a step yet")
-    return rows
+    return found
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
@@ -37,7 +43,7 @@ def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
 
 def draw(out: Path) -> Path:
     """Write curves.png into a run directory: loss terms, acceptance of each slot, tau, throughput, gradient norm."""
-    rows = read(out)
+    logged = read(out)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -46,23 +52,23 @@ def draw(out: Path) -> Path:
     figure = Figure(figsize=(13, 7.5), dpi=130, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     (loss, accept, held), (tau, speed, norm) = figure.subplots(2, 3)
-    _lines(loss, rows, [k for k in TERMS if series(rows, k)[0]], "loss and its terms (mean a slot)")
+    _lines(loss, logged, [k for k in TERMS if series(logged, k)[0]], "loss and its terms (mean a slot)")
     for axes, prefix, title in (
         (accept, "accept@", "expected acceptance by slot, training rows"),
         (held, "val_accept@", "true acceptance by slot, held-out prompts"),
     ):
-        keys = sorted({k for row in rows for k in row if k.startswith(prefix)}, key=lambda k: int(k.split("@")[1]))
-        _lines(axes, rows, keys, title, shade=True)
+        keys = sorted({k for row in logged for k in row if k.startswith(prefix)}, key=lambda k: int(k.split("@")[1]))
+        _lines(axes, logged, keys, title, shade=True)
         axes.set_ylim(0, 1.02)
-    _lines(tau, rows, ["tau", "val_tau"], "tau: expected on training rows, true on held-out prompts")
-    bands = [(r["step"], *r["val_tau_interval"]) for r in rows if r.get("val_tau_interval")]
+    _lines(tau, logged, ["tau", "val_tau"], "tau: expected on training rows, true on held-out prompts")
+    bands = [(r["step"], *r["val_tau_interval"]) for r in logged if r.get("val_tau_interval")]
     if bands:
         steps, low, high = zip(*bands)
         tau.fill_between(steps, low, high, color="C1", alpha=0.2, linewidth=0)
-    _lines(speed, rows, ["tokens_per_second"], "tokens a second")
-    _lines(norm, rows, ["grad_norm"], "gradient norm before clipping")
+    _lines(speed, logged, ["tokens_per_second"], "tokens a second")
+    _lines(norm, logged, ["grad_norm"], "gradient norm before clipping")
     norm.set_yscale("log")
-    for row in rows:
+    for row in logged:
         for axes in (loss, tau):
             if row.get("warnings"):
                 axes.axvline(row["step"], color="red", alpha=0.4, linewidth=0.8)

@@ -30,12 +30,12 @@ STILL = 100
 class Health:
     """Takes in one row after the other; what it finds is said when it begins, and again only after it had ended."""
 
-    def __init__(self, loss: LossConfig, drafter: Drafter | None = None) -> None:
-        """drafter: at its first step; its norms are watched."""
+    def __init__(self, loss: LossConfig, drafter: Drafter | None = None, start: int = 0) -> None:
+        """drafter: as it is after `start` steps; its norms are watched from here on."""
         self.weights = {"ce": loss.ce, "kl": loss.kl, "l1": loss.tv, "confidence": loss.confidence}
         self._norms = {} if drafter is None else _norms(drafter)
         self._start = {name: p.clone() for name, p in self._norms.items()}
-        self._began: int | None = None
+        self._began = start
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._shares: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._taus: deque[float] = deque(maxlen=WINDOW)
@@ -97,8 +97,6 @@ class Health:
         )
 
     def _dead_norms(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        if self._began is None:
-            self._began = row["step"] - 1
         if row["step"] - self._began < STILL:
             return None
         dead = [name for name, p in self._norms.items() if torch.equal(p, self._start[name])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ..config import Config, as_dict
+from ..data.prompts import Prompt
 from ..data.training import TrainingData, training_data
 from ..hub.native import read_tensors
 from ..modeling import draft_vocab, loading
@@ -21,6 +23,8 @@ from ..modeling.vocab import Vocab
 from ..provenance import provenance
 from . import init
 from .checkpoint import Saved
+from .trackers import find
+from .validate import read_prompts
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Setup:
     """What tells the data from others: the number of rows, and a hash of them in their order."""
     target: Target
     drafter: Drafter
+    prompts: list[tuple[Prompt, int]]
+    """Held-out ones to decode while training, each with its seed."""
     started: list[str]
     """Where the drafter's weights came from, a line each; empty: at random."""
 
@@ -74,6 +80,10 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     config.drafter.check_target(
         num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
     )
+    for name in train.trackers:
+        find(name)
+    source = functools.partial(loading.load_tokenizer, config.target, revision=config.target_revision)
+    prompts = read_prompts(config.validate, source, config.data.thinking)
     data = training_data(config, tokenizer, stops, text.vocab_size)
     digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
     identity = {"rows": len(data.rows), "digest": digest}
@@ -87,9 +97,9 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
         tensors = read_tensors(saved.path)
         drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
         drafter.load_state_dict(tensors)
-        return Setup(config, data, identity, target, drafter, saved.drafter.get("init", []))
+        return Setup(config, data, identity, target, drafter, prompts, saved.drafter.get("init", []))
     drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
-    return Setup(config, data, identity, target, drafter, init.warm_start(drafter, target, train.init))
+    return Setup(config, data, identity, target, drafter, prompts, init.warm_start(drafter, target, train.init))
 
 
 def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:
@@ -100,6 +110,7 @@ def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) ->
         drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     set_attention(drafter, config.train.attention)
+    drafter.checkpoint_layers = config.train.checkpoint_layers
     return drafter
 
 

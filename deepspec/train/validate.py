@@ -5,11 +5,11 @@ The tokens, and so tau, are those of `python -m deepspec.eval` on the same draft
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +22,6 @@ from ..eval.generate import Generation, generate
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
 from ..sampling import Sampling
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,18 @@ def read_prompts(config: ValidateConfig, tokenizer: Any, thinking: Thinking) -> 
     return found
 
 
-def overlap(prompts: Sequence[tuple[Prompt, int]], rows: Sequence[Sequence[int]]) -> int:
+def overlap(prompts: Sequence[tuple[Prompt, int]], rows: Iterable[np.ndarray]) -> int:
     """How many of the prompts begin a training row [T] of token ids: those are not held out."""
-    starts = {tuple(p.prompt_ids) for p, _ in prompts}
-    lengths = sorted({len(s) for s in starts})
-    seen = {key for row in rows for n in lengths if n <= len(row) and (key := tuple(row[:n])) in starts}
+    by_start: dict[tuple[int, ...], list[list[int]]] = {}
+    width = min((len(p.prompt_ids) for p, _ in prompts), default=0)
+    width = min(width, 16)
+    for prompt, _ in prompts:
+        by_start.setdefault(tuple(prompt.prompt_ids[:width]), []).append(prompt.prompt_ids)
+    seen = set()
+    for row in rows if prompts else ():
+        for ids in by_start.get(tuple(row[:width].tolist()), ()):
+            if row[: len(ids)].tolist() == ids:
+                seen.add(tuple(ids))
     return sum(tuple(p.prompt_ids) in seen for p, _ in prompts)
 
 
