@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from .checked import InputError
 
@@ -62,11 +63,18 @@ def whole_dir(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: to a temporary sibling, then renamed."""
+    """Write a whole file or nothing."""
+    with whole_file(path) as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[str]]:
+    """A temporary sibling file that becomes `path` on success and vanishes on failure."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+            yield file
         Path(temporary).chmod(0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:

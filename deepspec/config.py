@@ -58,9 +58,14 @@ class DataConfig(Checked):
     """Rows with fewer supervised tokens are dropped and counted."""
     thinking: Literal["on", "off", "auto"] = "auto"
     """Passed to the chat template as enable_thinking; auto passes nothing."""
+    malformed: Literal["error", "skip"] = "error"
+    """What a line that is no record is: an error that names it, or counted and read over."""
     pack_tokens: int | None = None
     """Rows packed side by side into sequences of at most this many tokens; None: a row is a sequence. Batch sizes, and
     a block drafter's num_anchors, count per sequence either way."""
+    features: str = "live"
+    """'live': computed by the target in training; or the directory of a cache (`deepspec.data features`). A run from a
+    cache reads the target's embedding and head only, unless train.init is 'target'."""
     max_refused: float = 0.01
     """Training stops when more than this fraction of the rows have features that are not finite, all zero or constant;
     such rows are counted and never trained on."""
@@ -70,6 +75,7 @@ class DataConfig(Checked):
             object.__setattr__(self, "path", (str(self.path),))
         super().__post_init__()
         object.__setattr__(self, "path", tuple(os.path.expanduser(p) for p in self.path))
+        object.__setattr__(self, "features", os.path.expanduser(self.features))
         require(len(self.path) > 0, "data.path must name at least one JSONL file")
         require(self.max_length >= 2, f"data.max_length must be >= 2, got {self.max_length}")
         require(self.min_supervised >= 2, f"data.min_supervised must be >= 2, got {self.min_supervised}")

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from deepspec.checked import InputError
-from deepspec.data.answers import manifest_path, read_manifest, regenerate
+from deepspec.config import DataConfig
+from deepspec.data.answers import regenerate
 from deepspec.data.loader import load_rows
+from deepspec.data.manifest import manifest_path, read_manifest
 from deepspec.data.prompts import Prompt
 from deepspec.sampling import Sampling
 
@@ -31,6 +33,16 @@ class Target:
     stop_ids: tuple = (2,)
     tokenizer: object = None
     vocab: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(size=100))
+
+
+@dataclasses.dataclass
+class Words:
+    """Stands in for a tokenizer; every text is a refusal."""
+
+    chat_template: str
+
+    def decode(self, ids):
+        return "I'm sorry, but I cannot"
 
 
 class Engine:
@@ -80,14 +92,15 @@ def test_answers_are_token_rows_that_training_reads(tmp_path, engine):
     assert set(rows) == {p.id for p in PROMPTS}
     assert set(rows["p3"]) == {"id", "task", "prompt_ids", "answer_ids", "finish"}
     assert rows["p3"]["prompt_ids"] == [13, 3] and rows["p3"]["task"] == "t"
-    config = types.SimpleNamespace(thinking="auto", max_length=100, min_supervised=1)
+    config = DataConfig(path=str(out), max_length=100, min_supervised=2)
     read, dropped = load_rows([out], None, (2,), config, 100)
-    assert {row.id: row.tokens for row in read} == {i: r["prompt_ids"] + r["answer_ids"] for i, r in rows.items()}
-    assert not dropped and manifest == read_manifest(out)
+    usable = {i: r["prompt_ids"] + r["answer_ids"] for i, r in rows.items() if len(r["answer_ids"]) > 1}
+    assert {row.id: row.tokens for row in read} == usable and len(usable) + dropped.total() == len(rows)
+    assert manifest == read_manifest(out)
 
 
 def test_the_manifest_holds_what_decides_the_answers(tmp_path, engine):
-    tokenizer = types.SimpleNamespace(chat_template="{{ x }}")
+    tokenizer = Words(chat_template="{{ x }}")
     target = Target(revision="abc", tokenizer=tokenizer, dtype=torch.bfloat16)
     manifest = run(tmp_path / "a.jsonl", target=target, thinking="off", dropped=Counter(bad=2))
     assert len(manifest["settings"].pop("chat_template_sha256")) == 64
@@ -101,7 +114,12 @@ def test_the_manifest_holds_what_decides_the_answers(tmp_path, engine):
         "thinking": "off",
         "stop_ids": [2],
     }
-    assert manifest["answers"] == 6 and manifest["finish"] == {"stop": 6} and manifest["dropped"] == {"bad": 2}
+    assert (
+        manifest["answers"] == 6
+        and manifest["finish"] == {"stop": 6}
+        and manifest["refusals"] == 6
+        and manifest["dropped"] == {"bad": 2}
+    )
     assert {"python", "torch", "transformers"} <= manifest["versions"].keys() and "git_sha" in manifest["versions"]
 
 
@@ -159,7 +177,7 @@ def test_a_run_that_fails_before_its_first_answer_leaves_nothing(tmp_path, engin
         ({"sampling": Sampling()}, '"temperature": 0.7.* there and .*"temperature": 0.0.* now'),
         ({"target": Target(name="other")}, 'target is "tiny" there and "other" now'),
         ({"target": Target(dtype=torch.bfloat16)}, "dtype is"),
-        ({"target": Target(tokenizer=types.SimpleNamespace(chat_template="y"))}, "chat_template_sha256 is null there"),
+        ({"target": Target(tokenizer=Words(chat_template="y"))}, "chat_template_sha256 is null there"),
     ],
 )
 def test_other_settings_are_refused_with_the_difference(tmp_path, engine, changes, message):
@@ -196,7 +214,7 @@ def test_a_damaged_manifest_is_an_input_error(tmp_path, engine):
 def test_duplicate_ids_are_answered_once_and_counted(tmp_path, engine):
     manifest = run(tmp_path / "a.jsonl", [*PROMPTS, PROMPTS[0], Prompt("p1", "t", [99], {})])
     assert manifest["answers"] == 6
-    assert manifest["dropped"] == {"duplicate": 1, "duplicate id of another prompt": 1}
+    assert manifest["dropped"] == {"duplicate": 1, "duplicate id, other tokens": 1}
 
 
 def test_an_answer_depends_on_seed_and_id_only(tmp_path, engine):

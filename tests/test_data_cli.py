@@ -38,12 +38,15 @@ def loaded(monkeypatch):
     def stream(target, drafter, prompts, *, max_new_tokens, **_):
         yield from ((i, types.SimpleNamespace(tokens=[59], finish="stop")) for i in range(len(prompts)))
 
-    target, engine = types.ModuleType("deepspec.modeling.target"), types.ModuleType("deepspec.eval.generate")
+    names_ = ("deepspec.modeling.target", "deepspec.modeling.loading", "deepspec.eval.generate")
+    target, loading, engine = map(types.ModuleType, names_)
     target.Target = types.SimpleNamespace(load=load)
-    target.load_tokenizer = lambda name, revision=None: None if name == "bare" else Tokenizer()
+    loading.load_tokenizer = lambda name, revision=None: None if name == "bare" else Tokenizer()
+    loading.load_config = lambda name, revision=None: None
+    loading.load_stop_ids = lambda name, config, tokenizer, revision=None: (tokenizer.eos_token_id,)
     engine.stream = stream
-    monkeypatch.setitem(sys.modules, target.__name__, target)
-    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    for module in (target, loading, engine):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return names
 
 
@@ -85,7 +88,7 @@ def test_a_limit_then_all(loaded, prompts, tmp_path, capsys):
     assert len(ids(tmp_path / "a.jsonl")) == 7
     code, printed, _ = run(capsys, *argv)
     assert code == 0 and len(set(ids(tmp_path / "a.jsonl"))) == len(ids(tmp_path / "a.jsonl")) == 40
-    assert "40 duplicate" in printed
+    assert "dropped 40: duplicate" in printed
 
 
 @pytest.mark.parametrize(
@@ -140,9 +143,40 @@ def test_show_marks_what_is_supervised(loaded, tmp_path, capsys):
         "{}u:q;a:[[a;]]",
         f"--- {path}, line 2, row x#1: 18 tokens, 2 supervised",
         "{}u:q;a:a;u:r;a:[[b;]]",
+        "dropped 1: no assistant turn",
     ]
+    colored = run(capsys, "show", path, "--tokenizer", "T", "-n", 1, "--color", "always")[1]
+    assert "\x1b[2m{}u:q;a:\x1b[0m\x1b[33m[[\x1b[0m\x1b[1;32ma;\x1b[0m\x1b[33m]]" in colored
     assert "A[[B]]" in run(capsys, "show", path, "--target", "T", "-n", 9)[1]
     assert run(capsys, "show", path, "--target", "bare")[0] == 2
+
+
+def test_prompts_then_what_can_be_read_over(loaded, tmp_path, capsys):
+    """A file with a broken line: an error that names it, or all but that line."""
+    source = tmp_path / "s.jsonl"
+    source.write_text('{"turns": ["a"]}\n{\n{"turns": ["b"]}\n{"turns": []}\n')
+    out = tmp_path / "p.jsonl"
+    argv = ("prompts", source, "--out", out, "--exclude", "none", "--hold-out", 0)
+    code, _, err = run(capsys, *argv)
+    assert code == 2 and "s.jsonl, line 2: not valid JSON" in err and not out.exists()
+    code, printed, _ = run(capsys, *argv, "--malformed", "skip")
+    assert (code, len(ids(out))) == (0, 2)
+    assert printed.splitlines() == [
+        f"{out}: 2 prompts; {tmp_path / 'p.held-out.jsonl'}: 0 held out",
+        "dropped 1: not valid JSON",
+        "dropped 1: empty conversation",
+    ]
+    excluded = tmp_path / "bench.jsonl"
+    excluded.write_text('{"turns": ["B!", "c"]}\n{"messages": [{"role": "user", "content": "d"}]}\n')
+    code, printed, _ = run(capsys, *argv[:4], "--exclude", excluded, "--hold-out", 0, "--malformed", "skip")
+    assert (code, len(ids(out))) == (0, 1) and "dropped 1: a benchmark's prompt" in printed
+    code, _, err = run(capsys, *argv[:4], "--exclude", "missing.jsonl")
+    assert code == 2 and "missing.jsonl" in err
+    answers = ("answers", "--target", "T", "--prompts", source, "--out", tmp_path / "a.jsonl", "--malformed", "skip")
+    code, printed, _ = run(capsys, *answers)
+    assert code == 0 and "dropped 1: not valid JSON" in printed and len(ids(tmp_path / "a.jsonl")) == 2
+    code, printed, _ = run(capsys, "show", source, "--target", "T", "--malformed", "skip")
+    assert code == 2 and "dropped 1: not valid JSON" in printed
 
 
 def test_help_loads_nothing_heavy():

@@ -178,7 +178,7 @@ def test_packing_depends_on_the_seed_alone():
 def zeros(index, made, usable=None):
     n = int(made.lengths[list(index)].sum())
     usable = torch.ones(len(index), dtype=torch.bool) if usable is None else usable
-    return Features(torch.arange(n)[:, None].float(), torch.ones(n, 1), usable)
+    return Features(torch.arange(n)[:, None].float(), torch.ones(n, 1), ~usable[:, None])
 
 
 def test_a_batch_pads_right_and_unsupervised():

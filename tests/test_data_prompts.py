@@ -53,13 +53,13 @@ def test_every_layout_gives_what_the_target_sees_before_it_answers(tmp_path):
         tmp_path / "mixed.jsonl",
         {"turns": ["q", "later"]},
         {"messages": [user("m")], "task": "math"},
-        {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("trailing")]},
+        {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("next")]},
         {"conversations": [{"from": "human", "value": "s"}, {"from": "gpt", "value": "t"}], "id": 3},
         {"prompt_ids": [104, 105], "answer_ids": [1], "id": "tokens"},
     )
     prompts = load_prompts(path, Spelling(), "off")
     off = "{'enable_thinking': False}"
-    assert texts(prompts) == [off + "u:q;a:", off + "u:m;a:", off + "u:a;a:b;u:c;a:", off + "u:s;a:", "hi"]
+    assert texts(prompts) == [off + "u:q;a:", off + "u:m;a:", off + "u:a;a:b;u:c;a:d;u:next;a:", off + "u:s;a:", "hi"]
     assert [p.task for p in prompts] == ["mixed", "math", "mixed", "mixed", "mixed"]
     assert [p.id for p in prompts[3:]] == ["3", "tokens"]
     assert prompts[0].record == {"turns": ["q", "later"]}
@@ -83,7 +83,7 @@ def test_rows_in_are_prompts_out_plus_counted_drops(tmp_path):
     assert texts(prompts) == ["{}u:q;a:", "{}u:r;a:"]
     assert dropped == {
         "duplicate": 1,
-        "duplicate id of another prompt": 1,
+        "duplicate id, other tokens": 1,
         "template: roles must alternate": 1,
         "no user turn to answer": 1,
         "unknown role 'oracle'": 1,
@@ -175,7 +175,7 @@ def test_unique_keeps_the_first():
     dropped = Counter()
     a, b = Prompt("x", "t", [1], {}), Prompt("x", "t", [2], {})
     assert unique([a, b, Prompt("x", "u", [1], {})], dropped) == [a]
-    assert dropped == {"duplicate": 1, "duplicate id of another prompt": 1}
+    assert dropped == {"duplicate": 1, "duplicate id, other tokens": 1}
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "mt-bench"])

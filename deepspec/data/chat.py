@@ -42,6 +42,14 @@ class Skip(Exception):
     """A record that cannot become a row, through no mistake of form: it is counted by this reason and left out."""
 
 
+class Malformed(InputError):
+    """A record whose form is wrong. `reason` is what it is counted by where such records are read over."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason + detail)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Row:
     """One training sequence."""
@@ -76,10 +84,22 @@ def training_rows(
     rows = []
     for turn, i in enumerate(answered):
         prompt, answer = _split(tokenizer, messages[:i], messages[i], thinking, tools)
-        # What a template writes after the stop id (a newline, mostly) the target never generates.
-        end = next((n for n, token in enumerate(answer, 1) if token in stop_ids), len(answer))
-        rows.append(_row(f"{name}#{turn}", prompt, answer[:end]))
+        rows.append(_row(f"{name}#{turn}", prompt, answer[: _end(answer, stop_ids, tokenizer)]))
     return rows
+
+
+def _end(answer: list[int], stop_ids: Collection[int], tokenizer: Tokenizer) -> int:
+    """How much of a turn the target would write: up to and with its first stop id.
+
+    Without one (the target's files name another end of turn than its template writes), up to and with a special token
+    that only space follows: what a template writes after the end of a turn, the target never generates.
+    """
+    for n, token in enumerate(answer, 1):
+        if token in stop_ids:
+            return n
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    last = next((n for n in range(len(answer), 0, -1) if answer[n - 1] in special), len(answer))
+    return last if not str(tokenizer.decode(answer[last:])).strip() else len(answer)
 
 
 def render_prompt(
@@ -91,6 +111,11 @@ def render_prompt(
     """
     tokenizer = needs_template(tokenizer)
     return _encode(tokenizer, _render(tokenizer, messages, thinking, tools, prompt=True))
+
+
+def to_answer(messages: list[Message]) -> list[Message]:
+    """What of a conversation the target is asked: all before the answer it ends with, all of it where it has none."""
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def needs_template(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -106,7 +131,7 @@ def layout(record: Message) -> str:
     for key in LAYOUTS:
         if key in record:
             return key
-    raise InputError(f"none of the keys {', '.join(LAYOUTS)}; it has: {', '.join(map(str, record)) or 'no keys'}")
+    raise Malformed(f"none of the keys {', '.join(LAYOUTS)}", f"; it has: {', '.join(map(str, record)) or 'no keys'}")
 
 
 def record_id(record: Message, content: Any) -> str:
@@ -115,7 +140,7 @@ def record_id(record: Message, content: Any) -> str:
     if isinstance(own, str | int) and not isinstance(own, bool) and own != "":
         return str(own)
     if own is not None:
-        raise InputError(f"id must be a non-empty string or an integer, got {own!r}")
+        raise Malformed("id must be a non-empty string or an integer", f", got {own!r}")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -123,7 +148,7 @@ def token_ids(record: Message, key: str) -> list[int]:
     """record[key], a non-empty list of ids >= 0."""
     value = record.get(key)
     if not isinstance(value, list) or not value or set(map(type, value)) != {int} or min(value) < 0:
-        raise InputError(f"{key} must be a non-empty list of token ids (integers >= 0), got {_short(value)}")
+        raise Malformed(f"{key} must be a non-empty list of token ids (integers >= 0)", f", got {_short(value)}")
     return value
 
 
@@ -135,7 +160,8 @@ def conversation(record: Message) -> tuple[list[Message], list[Any] | None]:
     key = layout(record)
     value = record[key]
     if not isinstance(value, list) or not all(isinstance(v, str if key == "turns" else dict) for v in value):
-        raise InputError(f"{key} must be a list of {'strings' if key == 'turns' else 'objects'}, got {_short(value)}")
+        kind = "strings" if key == "turns" else "objects"
+        raise Malformed(f"{key} must be a list of {kind}", f", got {_short(value)}")
     if not value:
         raise Skip("empty conversation")
     messages = [_message({"role": "user", "content": value[0]})] if key == "turns" else [_message(v) for v in value]
@@ -146,13 +172,13 @@ def _message(raw: Message) -> Message:
     shape = ("from", "value") if "from" in raw else ("role", "content")
     role, content = (raw.get(key) for key in shape)
     if not isinstance(role, str) or not isinstance(content, str | list | None):
-        raise InputError(f"a message needs {shape[0]} (string) and {shape[1]} (string or list), got {_short(raw)}")
+        raise Malformed(f"a message needs {shape[0]} (string) and {shape[1]} (string or list)", f", got {_short(raw)}")
     if role not in _ROLES:
         raise Skip(f"unknown role {role[:30]!r}")  # a guess could supervise text that the target never wrote
     rest = {key: v for key, v in raw.items() if key not in shape and v is not None}
     message = {"role": _ROLES[role], "content": "" if content is None else content, **rest}
     says = (
-        _text(message).strip() or rest.get("tool_calls") or rest.get("reasoning_content") or isinstance(content, list)
+        text_of(message).strip() or rest.get("tool_calls") or rest.get("reasoning_content") or isinstance(content, list)
     )
     if message["role"] in ("user", "assistant") and not says:
         raise Skip(f"empty {message['role']} turn")
@@ -166,9 +192,9 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value or "null")
         except json.JSONDecodeError:
-            raise InputError(f"tools is not valid JSON: {_short(given)}") from None
+            raise Malformed("tools is not valid JSON", f": {_short(given)}") from None
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise InputError(f"tools must be a list of objects, the same as a JSON string, or null, got {_short(given)}")
+        raise Malformed("tools must be a list of objects, the same as a JSON string, or null", f", got {_short(given)}")
     return value or None
 
 
@@ -185,7 +211,7 @@ def _split(
         # thinking off, where the generation prompt holds that pair; so it is context here too, not the target's words.
         bare = _render(tokenizer, context, "off", tools, prompt=True)
         supplied = _squeeze(bare.removeprefix(prompt))
-        if bare.startswith(prompt) and whole.startswith(bare) and not _squeeze(_text(turn)).startswith(supplied):
+        if bare.startswith(prompt) and whole.startswith(bare) and not _squeeze(text_of(turn)).startswith(supplied):
             prompt = bare
     elif not whole.startswith(prompt) and whole.startswith(_render(tokenizer, context, "auto", tools, prompt=True)):
         raise Skip("a turn with reasoning, but thinking is off")
@@ -219,7 +245,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise Skip("text that is not valid Unicode") from None
 
 
-def _text(message: Message) -> str:
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may come in parts."""
     content = message["content"]
     if isinstance(content, str):
         return content

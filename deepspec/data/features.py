@@ -30,8 +30,13 @@ class Features:
     """[N, L * D]; zeros in a row that is not usable."""
     hidden: Tensor
     """[N, D], right at least where it supervises."""
-    usable: Tensor
-    """[M] bool; the others must not be trained on."""
+    faults: Tensor
+    """[M, len(FAULTS)] bool: what is wrong with each row."""
+
+    @property
+    def usable(self) -> Tensor:
+        """[M] bool: rows without a fault; the others must not be trained on."""
+        return ~self.faults.any(-1)
 
 
 class FeatureSource(Protocol):
@@ -76,12 +81,13 @@ class Live:
         self.seconds += time.perf_counter() - began
         if self.dtype is not None:
             features, hidden = features.to(self.dtype), hidden.to(self.dtype)
-        usable = ~faults(features, hidden, counts, len(self.layers)).any(-1)
+        found = faults(features, hidden, counts, len(self.layers))
+        usable = ~found.any(-1)
         good = usable.repeat_interleave(torch.tensor(counts, device=device), output_size=len(hidden))[:, None]
         self._seen += len(counts)
         self._refused += (~usable).sum()
         # zeros, not merely no loss: 0 * nan is nan in a gradient
-        return Features(features.where(good, 0), hidden.where(good, 0), usable)
+        return Features(features.where(good, 0), hidden.where(good, 0), found)
 
     def check(self, limit: float) -> None:
         check_refused(int(self._refused), self._seen, limit)

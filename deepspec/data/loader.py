@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checked import InputError, require
-from .chat import Row, Skip, layout, training_rows
+from .chat import Row, layout, training_rows
 from .packing import pack
-from .prompts import TokenizerSource, read_records, reasons, tokenizer_getter
+from .prompts import Seen, TokenizerSource, counted, read_records, reasons, tokenizer_getter
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -26,15 +27,18 @@ def load_rows(
     stop_ids: Collection[int],
     config: DataConfig,
     vocab_size: int,
+    every: int = 1,
 ) -> tuple[Rows, Counter[str]]:
     """All usable rows of the files, in their order, cut to config.max_length tokens; and what was dropped, by reason.
+    Of the records only every `every`-th, where not all are wanted.
 
     A record (one per line) that cannot be used counts once, and so does a row with fewer than config.min_supervised
-    supervised tokens. InputError names file and line of a malformed record or of an id outside the vocabulary, and
-    says how many were dropped for which reason where nothing is left.
+    supervised tokens, or with an id seen before in its file. InputError names file and line of a malformed record
+    (config.malformed "skip" counts and drops it instead) or of an id outside the vocabulary, and says how many were
+    dropped for which reason where nothing is left.
     """
     paths, dropped = list(paths), Counter[str]()
-    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped))
+    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped, every))
     if not rows:
         raise InputError(f"no training row in {', '.join(map(str, paths))}; dropped: {reasons(dropped)}")
     return rows, dropped
@@ -47,21 +51,23 @@ def _usable(
     config: DataConfig,
     vocab_size: int,
     dropped: Counter[str],
+    every: int,
 ) -> Iterator[Row]:
     least, most = config.min_supervised, config.max_length
+    skipped = dropped if config.malformed == "skip" else None
     for path in paths:
-        for where, record in read_records(path):
-            try:
+        seen = Seen()
+        for where, record in itertools.islice(read_records(path, skipped), 0, None, every):
+            made: list[Row] = []
+            with counted(where, dropped, skipped):
                 needed = None if layout(record) == "prompt_ids" else get()
                 made = training_rows(record, needed, stop_ids, config.thinking)
                 for row in made:
                     _check_ids(row, vocab_size)
-            except Skip as skip:
-                dropped[str(skip)] += 1
-                continue
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from None
             for row in made:
+                if repeated := seen.again(row.id, row.tokens):
+                    dropped[repeated] += 1
+                    continue
                 kept = _cut(row, most)
                 if sum(kept.loss_mask) >= least:
                     yield kept

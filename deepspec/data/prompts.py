@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checked import InputError
-from .chat import Message, Skip, Thinking, conversation, layout, record_id, render_prompt, token_ids
+from .chat import (
+    Malformed,
+    Message,
+    Skip,
+    Thinking,
+    conversation,
+    layout,
+    record_id,
+    render_prompt,
+    to_answer,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -39,25 +51,23 @@ def load_prompts(
     thinking: Thinking = "auto",
     *,
     dropped: Counter[str] | None = None,
+    skip_malformed: bool = False,
 ) -> list[Prompt]:
     """The prompts of a JSONL file, in its order: of `turns` the first, of `messages` and `conversations` all before the
-    last assistant turn, of token rows `prompt_ids`.
+    answer that they end with, of token rows `prompt_ids`.
 
     Records that the template refuses are left out and counted in `dropped` by reason; so is a second record with an id
-    seen before in this file. InputError names file and line where a record is malformed, and the reasons where no
-    prompt is left.
+    seen before in this file. InputError names file and line where a record is malformed (`skip_malformed` counts and
+    drops it instead), and the reasons where no prompt is left.
     """
     dropped = Counter() if dropped is None else dropped
     get = tokenizer_getter(tokenizer)
     found: list[Prompt] = []
     here: Counter[str] = Counter()
-    for where, record in read_records(path):
-        try:
+    skipped = here if skip_malformed else None
+    for where, record in read_records(path, skipped):
+        with counted(where, here, skipped):
             found.append(_prompt(record, get, thinking, Path(path).stem))
-        except Skip as skip:
-            here[str(skip)] += 1
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
     found = unique(found, here)
     dropped.update(here)
     if not found:
@@ -65,16 +75,30 @@ def load_prompts(
     return found
 
 
+class Seen:
+    """Which ids came by, and with which tokens."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def again(self, id: str, tokens: list[int]) -> str | None:
+        """None for a new id; else why this one is too many: 'duplicate', or another reason where the tokens differ."""
+        now = hash(tuple(tokens))
+        if id not in self._tokens:
+            self._tokens[id] = now
+            return None
+        return "duplicate" if self._tokens[id] == now else "duplicate id, other tokens"
+
+
 def unique(prompts: Iterable[Prompt], dropped: Counter[str]) -> list[Prompt]:
     """Every id once, its first prompt; the others are counted in `dropped`, apart when their tokens differ."""
-    first: dict[str, Prompt] = {}
+    seen, first = Seen(), []
     for prompt in prompts:
-        if prompt.id not in first:
-            first[prompt.id] = prompt
+        if repeated := seen.again(prompt.id, prompt.prompt_ids):
+            dropped[repeated] += 1
         else:
-            same = first[prompt.id].prompt_ids == prompt.prompt_ids
-            dropped["duplicate" if same else "duplicate id of another prompt"] += 1
-    return list(first.values())
+            first.append(prompt)
+    return first
 
 
 def held_out(id: str, fraction: float, seed: int = 0) -> bool:
@@ -102,8 +126,11 @@ def hash_id(id: str, purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{purpose}\0{id}".encode(errors="surrogatepass")).digest()[:8], "big")
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, Message]]:
-    """The objects of a JSONL file, each with where it stands ('file.jsonl, line 3'); InputError names the bad line."""
+def read_records(path: str | Path, skipped: Counter[str] | None = None) -> Iterator[tuple[str, Message]]:
+    """The objects of a JSONL file, each with where it stands ('file.jsonl, line 3').
+
+    A line that is no JSON object is an InputError that names it; with `skipped` it is counted there and left out.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"no data file {str(path)!r}")
@@ -111,24 +138,48 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Message]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
-            yield where, parse_line(line, where)
+            with counted(where, Counter(), skipped):
+                yield where, _parse(line)
     if number == 0:
         raise InputError(f"{path} is empty: it needs one JSON object a line")
 
 
 def parse_line(line: bytes, where: str) -> Message:
     """The JSON object on a line; InputError begins with `where`."""
+    try:
+        return _parse(line)
+    except Malformed as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _parse(line: bytes) -> Message:
     if not line.strip():
-        raise InputError(f"{where}: empty line; it must be a JSON object")
+        raise Malformed("empty line", "; it must be a JSON object")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 (byte {error.start + 1})") from None
+        raise Malformed("not UTF-8", f" (byte {error.start + 1})") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from None
+        raise Malformed("not valid JSON", f": {error}") from None
     if not isinstance(record, dict):
-        raise InputError(f"{where}: must be a JSON object, found {type(record).__name__}")
+        raise Malformed("must be a JSON object", f", found {type(record).__name__}")
     return record
+
+
+@contextlib.contextmanager
+def counted(where: str, dropped: Counter[str], skipped: Counter[str] | None) -> Iterator[None]:
+    """What is done with a record that cannot be used: a Skip is counted in `dropped`; a Malformed one is counted in
+    `skipped`, or an InputError that begins with `where` if that is None."""
+    try:
+        yield
+    except Skip as skip:
+        dropped[str(skip)] += 1
+    except Malformed as error:
+        if skipped is None:
+            raise InputError(f"{where}: {error}") from None
+        skipped[error.reason] += 1
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def reasons(dropped: Counter[str]) -> str:
@@ -153,14 +204,12 @@ def tokenizer_getter(source: TokenizerSource) -> Callable[[], Tokenizer | None]:
 def _prompt(record: Message, tokenizer: Callable[[], Tokenizer | None], thinking: Thinking, stem: str) -> Prompt:
     task = record.get("task", stem)
     if not isinstance(task, str):
-        raise InputError(f"task must be a string, got {task!r}")
+        raise Malformed("task must be a string", f", got {task!r}")
     if layout(record) == "prompt_ids":
         ids = token_ids(record, "prompt_ids")
         return Prompt(record_id(record, ids), task, ids, record)
     messages, tools = conversation(record)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if answers:
-        messages = messages[: answers[-1]]
+    messages = to_answer(messages)
     if not any(message["role"] == "user" for message in messages):
         raise Skip("no user turn to answer")
     return Prompt(

@@ -61,13 +61,18 @@ class Rows(Sequence[Row]):
         """[T] bool: where the target's last hidden state is needed, which is before each supervised token."""
         return np.append(self.mask_of(i)[1:], False)
 
-    def keys(self) -> np.ndarray:
-        """[R] uint64: 8 bytes of a hash of each row's tokens and loss mask, by which a feature cache knows it."""
+    def keys(self, index: Sequence[int] | None = None) -> np.ndarray:
+        """[R] uint64, or of the rows `index`: a hash of a row's tokens and loss mask, by which a feature cache knows
+        it."""
         digests = (
             hashlib.blake2b(self.tokens_of(i).tobytes() + self.mask_of(i).tobytes(), digest_size=8).digest()
-            for i in range(len(self))
+            for i in (range(len(self)) if index is None else index)
         )
         return np.frombuffer(b"".join(digests), dtype="<u8")
+
+    def digest(self) -> str:
+        """A hash of all rows in their order."""
+        return hashlib.blake2b(self.keys().tobytes(), digest_size=8).hexdigest()
 
     def keep(self, flags: np.ndarray) -> Rows:
         """The rows whose flag [R] is set."""

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,16 @@ class Saved:
 def choose(out: Path, resume: str, settings: dict[str, Any]) -> Saved | None:
     """What `resume` names: the newest checkpoint in `out` (auto), none (never), or a checkpoint's or run's folder.
 
-    InputError where there is none, or where `out` holds another run than the folder's; ConfigError where settings
-    differ, with the differences.
+    A folder elsewhere begins a run in `out`; once that has a newer checkpoint of its own (the same command was run
+    again), that one is meant. InputError where there is none, ConfigError where settings differ, with the differences.
     """
     own = found(out)
     if resume == "never" or (resume == "auto" and not own):
         return None
     path = own[-1] if resume == "auto" else _named(Path(resume).expanduser())
-    if resume != "auto" and own and path.resolve() not in [p.resolve() for p in own]:
-        raise InputError(
-            f"{out} holds a run of its own, up to {own[-1].name}; to go on from {path} choose another `out`"
-        )
+    elsewhere = path.resolve() not in [p.resolve() for p in own]
+    if elsewhere and own and own[-1].name > path.name:
+        path = own[-1]
     trainer, config = (_read(path / name) for name in ("trainer.json", "config.json"))
     if differences := differ(_complete(trainer["settings"]), settings):
         raise ConfigError(
@@ -131,13 +131,14 @@ def save(
     processes take part, the first one writes."""
     from safetensors.torch import save_file
 
-    weights = whole_weights(drafter)
-    tensors = {
-        f"{name}|{key}": whole(value)
+    weights = collect(drafter.state_dict().items(), world)
+    states = (
+        (f"{name}|{key}", value)
         for name, p in drafter.named_parameters()
         if p in optimizer.state
         for key, value in optimizer.state[p].items()
-    }
+    )
+    tensors = collect(states, world)
     if not world.main:
         return
     with whole_dir(folder(out, step)) as temporary:
@@ -147,9 +148,15 @@ def save(
     prune(out, keep)
 
 
-def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
-    """The drafter's own tensors, none of them split. All processes take part."""
-    return {name: whole(value) for name, value in drafter.state_dict().items()}
+def collect(named: Iterable[tuple[str, Tensor]], world: World) -> dict[str, Tensor]:
+    """Tensors that may be split, whole, in main memory of the first process; the others get none. All take part. One at
+    a time, for what is split may not fit whole into a device."""
+    found = {}
+    for name, value in named:
+        together = whole(value)
+        if world.main:
+            found[name] = together.cpu()
+    return found
 
 
 def load_optimizer(path: Path, drafter: Drafter, optimizer: AnyOptimizer) -> None:

@@ -80,12 +80,12 @@ class Wrapped:
     """A module whose gradients are averaged over processes in its last backward pass of a step."""
 
     def __init__(self, module: nn.Module, world: World, how: Literal["ddp", "fsdp"], *, unused: bool = False) -> None:
-        """ddp: every process holds all weights; alone, nothing is wrapped. fsdp: weights, gradients and optimiser are
-        split over processes between steps, whole during one (FSDP2; drafters are few layers, so it is one group).
-        unused: whether some parameters may get no gradient. Parameters change here, so optimisers come after."""
+        """Without a launcher nothing is wrapped. ddp: every process holds all weights. fsdp: weights, gradients and
+        optimiser are split over processes between steps, whole during one (FSDP2; drafters are few layers, so it is one
+        group). unused: whether some parameters may get no gradient. Parameters change here: optimisers come after."""
         self.world, self._shards, self._ddp = world, None, None
         self.module: nn.Module = module
-        if how == "fsdp":
+        if how == "fsdp" and distributed.is_initialized():
             mesh = init_device_mesh(world.device.type, (world.size,))
             self._shards = fully_shard(module, mesh=mesh, reshard_after_forward=False)
         elif world.size > 1:

@@ -11,6 +11,7 @@ from ..data.rows import Rows
 from ..hub.native import find_drafter, read_tensors
 from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
+from ..modeling.ends import Ends
 from ..modeling.target import Target
 from ..modeling.vocab import Vocab
 
@@ -35,7 +36,7 @@ def vocabulary(config: Config, vocab: Vocab, rows: Rows) -> Vocab:
 
 
 @torch.no_grad()
-def warm_start(drafter: Drafter, target: Target, init: str) -> list[str]:
+def warm_start(drafter: Drafter, target: Target | Ends, init: str) -> list[str]:
     """Copy into a fresh drafter what `init` offers and what fits by name and shape. Returns what was done, a line each.
 
     InputError where another drafter has nothing that fits.
@@ -43,7 +44,11 @@ def warm_start(drafter: Drafter, target: Target, init: str) -> list[str]:
     if init == "random":
         return []
     own = drafter.state_dict()
-    offered = from_target(drafter, target) if init == "target" else _from_drafter(init)
+    if init == "target":
+        assert isinstance(target, Target)
+        offered = from_target(drafter, target)
+    else:
+        offered = _from_drafter(init)
     copied = {name for name, (value, _) in offered.items() if name in own and own[name].shape == value.shape}
     if not copied:
         raise InputError(f"train.init {init!r} has no tensor that fits this drafter")

@@ -131,7 +131,7 @@ class _Run:
         self.world.wait()  # so that a process that is done finds what the first one writes
 
     def _finish(self) -> None:
-        weights = checkpoint.whole_weights(self.parts.drafter)
+        weights = checkpoint.collect(self.parts.drafter.state_dict().items(), self.world)
         if self.world.main:
             with whole_dir(self.out / "drafter") as temporary:
                 write_drafter(self.parts.drafter, temporary, {**self.parts.provenance(), "step": self.total}, weights)

@@ -26,6 +26,7 @@ from ..modeling import loading
 from ..modeling.drafter import Batch, Drafter
 from ..modeling.families import Family, read_family
 from ..modeling.vocab import Vocab
+from ..units import byte_size
 
 TOKENS = 1_240_000_000
 """Tokens of the paper's data set: 38 TB of cached features for Qwen3-4B."""
@@ -68,10 +69,10 @@ class Plan:
             "work a step": {"supervised slots, at most": f"{self.slots:,}"}
             | {k: f"{v:.3g} FLOPs" for k, v in {**self.flops, "total": sum(self.flops.values())}.items()},
             "memory (one device, estimated)": {
-                k: _bytes(v) for k, v in {**self.memory, "total": sum(self.memory.values())}.items()
+                k: byte_size(v) for k, v in {**self.memory, "total": sum(self.memory.values())}.items()
             },
             f"features of {self.tokens:,} tokens": {
-                "cached": f"{_bytes(self.cache_bytes)} ({per_token:,.0f} bytes a token)",
+                "cached": f"{byte_size(self.cache_bytes)} ({per_token:,.0f} bytes a token)",
                 "live": f"{self.live_flops:.3g} FLOPs an epoch of target forward passes",
             },
             "settings": self.resolved,
@@ -280,10 +281,3 @@ def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
 
 def _count(n: int) -> str:
     return f"{n:,}" + (f" ({n / 1e9:.2f} G)" if n >= 1e9 else f" ({n / 1e6:.1f} M)" if n >= 1e6 else "")
-
-
-def _bytes(n: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n:.0f} B"

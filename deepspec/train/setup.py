@@ -17,7 +17,7 @@ from ..data.training import TrainingData, training_data
 from ..hub.native import read_tensors
 from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
-from ..modeling.families import read_family
+from ..modeling.ends import Ends
 from ..modeling.target import Target
 from ..modeling.vocab import Vocab
 from ..provenance import provenance
@@ -35,7 +35,7 @@ class Setup:
     data: TrainingData
     identity: dict[str, Any]
     """What tells the data from others: the number of rows, and a hash of them in their order."""
-    target: Target
+    target: Target | Ends
     drafter: Drafter
     prompts: list[tuple[Prompt, int]]
     """Held-out ones to decode while training, each with its seed."""
@@ -60,7 +60,8 @@ class Setup:
             },
             "settings": self.settings,
             "init": self.started,
-            "data": {**self.identity, "dropped": dict(self.data.dropped), "manifests": manifests},
+            "data": {**self.identity, "dropped": dict(self.data.dropped), "manifests": manifests}
+            | ({} if self.data.cache is None else {"cache": self.data.cache.manifest.summary()}),
             "versions": provenance(),
         }
 
@@ -71,38 +72,29 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     train = config.train
     if saved is None:
         init.check(train.init)
-    hf = loading.load_config(config.target, config.target_revision)
-    read_family(hf)  # an unknown one is found before the weights are read
-    text = hf.get_text_config()
-    tokenizer = loading.load_tokenizer(config.target, revision=config.target_revision)
-    stops = loading.load_stop_ids(config.target, hf, tokenizer, config.target_revision)
-    pad = {text.pad_token_id, getattr(tokenizer, "pad_token_id", None)} - {None}
-    config.drafter.check_target(
-        num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids={"eos": stops, "pad": tuple(pad)}
-    )
     for name in train.trackers:
         find(name)
     source = functools.partial(loading.load_tokenizer, config.target, revision=config.target_revision)
     prompts = read_prompts(config.validate, source, config.data.thinking)
-    data = training_data(config, tokenizer, stops, text.vocab_size)
+    data = training_data(config)
     digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
     identity = {"rows": len(data.rows), "digest": digest}
     if saved is not None:
         saved.check_data(identity)
-    target = Target.load(
-        config.target, device=str(device), dtype=train.target_dtype, revision=config.target_revision,
-        device_map="auto" if train.target_devices == "all" else None, bits=train.target_bits,
-    )  # fmt: skip
+    target = data.load_target(device)
     if saved is not None:
         tensors = read_tensors(saved.path)
         drafter = build_drafter(config, target, draft_vocab.from_tensors(target.vocab, tensors))
         drafter.load_state_dict(tensors)
-        return Setup(config, data, identity, target, drafter, prompts, saved.drafter.get("init", []))
-    drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
-    return Setup(config, data, identity, target, drafter, prompts, init.warm_start(drafter, target, train.init))
+        started = saved.drafter.get("init", [])
+    else:
+        drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
+        started = init.warm_start(drafter, target, train.init)
+    kept = target if data.cache is None or prompts else Ends.of(target)
+    return Setup(config, data, identity, kept, drafter, prompts, started)
 
 
-def build_drafter(config: Config, target: Target, vocab: Vocab | None = None) -> Drafter:
+def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = None) -> Drafter:
     """A fresh drafter with float32 weights on the target's device; the weights depend on config.seed only. vocab: what
     it drafts from, where that is not all of the target's."""
     with torch.random.fork_rng(devices=[]):

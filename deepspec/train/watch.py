@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..modeling.target import Target
 from . import checkpoint, compiling, curves, trackers
 from .distributed import World
 from .health import Health
@@ -62,4 +63,5 @@ class Watch:
 def _validator(parts: Setup) -> Validator | None:
     if not parts.prompts:
         return None
+    assert isinstance(parts.target, Target)  # it is loaded whole where there are prompts
     return Validator(parts.config.validate, parts.target, parts.drafter, parts.prompts)

@@ -1,0 +1,520 @@
+"""Laws of feature caches: what training reads from one is what the target would compute, or one line says why not."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, V, hf_model, target, token_rows, write_run
+from safetensors.torch import load_file, save_file
+
+from deepspec import InputError, Target, fit, load_config
+from deepspec.cli import main
+from deepspec.data import feature_build
+from deepspec.data.__main__ import command as data_command
+from deepspec.data.batches import Batches
+from deepspec.data.chat import Row
+from deepspec.data.encoding import GROUP, bytes_per_token, decode, encode_row
+from deepspec.data.feature_build import _claim, build, look
+from deepspec.data.feature_cache import Cached, shard_name
+from deepspec.data.features import FAULTS, Live, faults
+from deepspec.data.rows import Rows
+from deepspec.data.training import read_rows, training_data
+
+SETTINGS = {"target": "t", "target_layer_ids": list(LAYERS), "max_length": 64, "chat_template": None}
+
+
+def make_rows(n=9, seed=3) -> Rows:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(5, 17, n)
+    return Rows.of(
+        Row(f"r{i}", random.integers(0, V - 1, k).tolist(), [j >= 2 and j % 5 > 0 for j in range(k)])
+        for i, k in enumerate(lengths.tolist())
+    )
+
+
+def make(folder, rows=None, stored="float32", tgt=None, tokens_a_shard=30):
+    rows, tgt = make_rows() if rows is None else rows, tgt or target()
+    size = bytes_per_token(len(LAYERS), tgt.vocab.dim, stored) * tokens_a_shard
+    return build(rows, tgt, SETTINGS, folder, stored, int(size))
+
+
+# -- what comes out is what went in ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_is_bitwise_the_target_rounded(tmp_path, dtype):
+    """Any rows in any order and company: features bit by bit those of `Live` with that dtype, and hidden where it
+    supervises; elsewhere hidden is zero."""
+    rows = make_rows()
+    made = make(tmp_path / "c", rows, dtype)
+    assert made.missing == 0 and len(made.manifest.shards) > 2 and not made.refused
+    cached = Cached(tmp_path / "c", SETTINGS, rows)
+    live = Live(target(), LAYERS, rows, getattr(torch, dtype))
+    for index in ([0], [5, 1, 8], list(range(9))[::-1], [4, 4]):
+        ours, theirs = cached(index), live(index)
+        assert ours.features.dtype == getattr(torch, dtype) and torch.equal(ours.features, theirs.features)
+        where = torch.from_numpy(np.concatenate([rows.supervising(i) for i in index]))[:, None]
+        assert torch.equal(ours.hidden, theirs.hidden.where(where, 0)) and ours.usable.all()
+
+
+def test_a_row_s_features_do_not_depend_on_its_batch_mates():
+    """Bit by bit on a CPU, alone or with any others."""
+    rows, live = make_rows(), Live(target(), LAYERS, make_rows())
+    together = live(range(9)).features.split(rows.lengths.tolist())
+    assert all(torch.equal(live([i]).features, together[i]) for i in range(9))
+
+
+@pytest.mark.parametrize("dim", [64, 640, 100])
+def test_int8_is_within_half_a_level_of_its_group(dim):
+    """Each value within half of 1/127 of the largest in its group of 64 channels, plus what the bfloat16 scale and
+    result lose; a channel a thousand times larger spoils its own group alone. Half the bytes of bfloat16."""
+    x = torch.randn(7, 2, dim) * torch.logspace(-3, 3, dim)
+    x[0, 0] = 0
+    x[:, :, 3] = 1e4
+    parts = encode_row(x, x[:, 0], "int8")
+    for name, exact in (("features", x), ("hidden", x[:, 0])):
+        back = decode(parts, name).float()
+        for start in range(0, dim, GROUP):
+            cut = slice(start, start + GROUP)
+            bound = exact[..., cut].abs().amax(-1, keepdim=True) * (0.5 / 127 + 2 / 256)
+            assert ((back - exact)[..., cut].abs() <= bound + 1e-12).all()
+    stored = sum(part.nbytes for part in parts.values())
+    assert stored == 7 * (bytes_per_token(2, dim, "int8", 1.0))
+    assert dim % GROUP or stored < 0.52 * 7 * bytes_per_token(2, dim, "bfloat16")
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on ten rows, and its caches in every dtype (float32 and int8 of the float32 target)."""
+    folder = tmp_path_factory.mktemp("run")
+    file = write_run(folder)
+    for stored, override in (("float32", "float32"), ("int8", "float32"), ("bfloat16", "bfloat16")):
+        config = load_config(file, f"train.target_dtype={override}")
+        rows, _, identity = read_rows(config)
+        tgt = Target.load(config.target, device="cpu", dtype=override)
+        build(rows, tgt, identity, folder / stored, stored, 3000)
+    return file, folder
+
+
+def train(file, out, *overrides):
+    """Losses and last weights."""
+    losses, drafter = [], None
+    for report in fit(load_config(file, f"out={out}", *overrides)):
+        losses.append(report.metrics["loss"])
+        drafter = report.drafter
+    return losses, {k: v.detach().clone() for k, v in drafter.state_dict().items()}
+
+
+@pytest.mark.parametrize("extra", [(), ("data.pack_tokens=4096",)], ids=["alone", "packed"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+def test_training_from_a_cache_is_training_live(run, tmp_path, monkeypatch, stored, extra):
+    """float32, and bfloat16 of a bfloat16 target: bit-equal losses and weights; int8: losses within 1 %. Packed or not.
+    And the target's layers are never read."""
+    file, folder = run
+    dtype = "train.target_dtype=" + ("bfloat16" if stored == "bfloat16" else "float32")
+    live = train(file, tmp_path / "live", dtype, *extra)
+    monkeypatch.setattr(Target, "load", None)
+    cached = train(file, tmp_path / "cached", dtype, f"data.features={folder / stored}", *extra)
+    if stored == "int8":
+        assert cached[0] != live[0] and cached[0] == pytest.approx(live[0], rel=0.01)
+    else:
+        assert cached[0] == live[0]
+        assert all(torch.equal(cached[1][k], live[1][k]) for k in live[1])
+
+
+def test_a_start_from_the_target_reads_its_layers_once(run, tmp_path):
+    """train.init=target works with a cache; what is kept of the target afterwards has no layers; the drafter says which
+    cache it is from."""
+    file, folder = run
+    change = ("train.init=target", "train.target_dtype=float32", "train.max_steps=2")
+    live = train(file, tmp_path / "live", *change)
+    cached = train(file, tmp_path / "cached", *change, f"data.features={folder / 'float32'}")
+    assert cached[0] == live[0] and all(torch.equal(cached[1][k], live[1][k]) for k in live[1])
+    told = json.loads((tmp_path / "cached/drafter/config.json").read_text())["deepspec"]
+    assert told["data"]["cache"]["dtype"] == "float32" and "cache" not in str(live[1].keys())
+
+
+def test_a_cache_of_more_rows_in_another_order_serves(run, tmp_path):
+    """Rows are found by what they hold, so a part of the data, or another order of it, needs no new cache."""
+    file, folder = run
+    some = [json.dumps(r) for r in token_rows(10)]
+    (tmp_path / "some.jsonl").write_text("\n".join([some[7], some[2], some[4], some[0]]) + "\n")
+    change = (f"data.path={tmp_path / 'some.jsonl'}", "train.target_dtype=float32")
+    live = train(file, tmp_path / "live", *change)
+    assert train(file, tmp_path / "c", *change, f"data.features={folder / 'float32'}")[0] == live[0]
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("drafter.target_layer_ids=(0,3)", r"target_layer_ids is \[0, 2\] there and \[0, 3\] now"),
+        ("data.max_length=12", "max_length is 4096 there and 12 now"),
+        ("data.thinking=off", 'thinking is "auto" there and "off" now'),
+        ("target_revision=abc", 'target_revision is null there and "abc" now'),
+    ],
+)
+def test_a_cache_of_other_settings_is_refused(run, tmp_path, override, message):
+    file, folder = run
+    with pytest.raises(InputError, match=message):
+        fit(load_config(file, f"out={tmp_path / 'o'}", f"data.features={folder / 'float32'}", override))
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_stale_template_or_tokenizer_is_named(tmp_path):
+    make(tmp_path / "c")
+    for key in ("chat_template", "target"):
+        with pytest.raises(InputError, match=f'{key} is .* there and "new" now'):
+            Cached(tmp_path / "c", SETTINGS | {key: "new"}, make_rows())
+
+
+def test_other_weights_under_the_same_name_are_named(run, tmp_path):
+    """The target's directory was overwritten by another model of the same shape."""
+    file, folder = run
+    shutil.copytree(folder, tmp_path / "moved")
+    hf_model("qwen3", seed=5).save_pretrained(folder / "target")
+    try:
+        with pytest.raises(InputError, match="other weights of the target"):
+            train(file, tmp_path / "o", f"data.features={folder / 'float32'}", "train.target_dtype=float32")
+    finally:
+        shutil.rmtree(folder / "target")
+        shutil.copytree(tmp_path / "moved/target", folder / "target")
+
+
+def test_a_row_that_is_not_there_is_named(tmp_path):
+    make(tmp_path / "c")
+    more = Rows.of([*make_rows(), Row("new", [1, 2, 3], [False, True, True])])
+    with pytest.raises(InputError, match="no features of 1 of 10 rows, the first of them 'new'"):
+        Cached(tmp_path / "c", SETTINGS, more)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def edit_shard(path, **tensors):
+    """Rewrite a shard with some tensors changed, checksums and all else as they were."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as f:
+        metadata = f.metadata()
+    save_file({**load_file(path), **tensors}, path, metadata)
+
+
+def edit_manifest(path, change):
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+LAST = "shard-00002.safetensors"
+DAMAGE = {
+    "truncated": (lambda c: (c / LAST).write_bytes((c / LAST).read_bytes()[:-7]), rf"{LAST} is damaged \(\d+ bytes"),
+    "truncated to its header": (lambda c: (c / LAST).write_bytes((c / LAST).read_bytes()[:40]), rf"{LAST} is damaged"),
+    "zero bytes": (lambda c: (c / LAST).write_bytes(b""), rf"{LAST} is damaged \(0 bytes"),
+    "missing last": (lambda c: (c / LAST).unlink(), rf"{LAST} is missing, one of 3 shards; run"),
+    "flipped, last byte": (lambda c: flip(c / LAST, -1), rf"{LAST} is damaged \(the checksum of its row"),
+    "swapped": (lambda c: shutil.copy(c / shard_name(1), c / LAST), rf"{LAST} belongs to another cache"),
+    "wrong count in the manifest": (
+        lambda c: edit_manifest(c / "manifest.json", lambda m: m["shards"][2].update(rows=77)), "another cache",
+    ),
+    "wrong count in a shard": (
+        lambda c: edit_shard(c / LAST, hidden=load_file(c / LAST)["hidden"][:-1]), "hidden has .* entries, its index",
+    ),
+    "an index changed": (
+        lambda c: edit_shard(c / LAST, keys=load_file(c / LAST)["keys"] + 1), "the checksum of its index does not",
+    ),
+    "manifest cut": (
+        lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text()[:50]),
+        "manifest.json is damaged",
+    ),
+    "manifest gone": (lambda c: (c / "manifest.json").unlink(), "is no feature cache: it has no manifest.json"),
+    "manifest without shards": (
+        lambda c: edit_manifest(c / "manifest.json", lambda m: m.pop("shards")), "manifest.json is damaged",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_in_one_line_and_never_trained_on(tmp_path, kind):
+    """Found when the cache is opened, or at the latest when the damaged row is asked for, by training and --check."""
+    damage, message = DAMAGE[kind]
+    rows = make_rows()
+    made = make(tmp_path, rows)
+    assert len(made.manifest.shards) == 3
+    damage(tmp_path)
+
+    def use():
+        cached = Cached(tmp_path, SETTINGS, rows)
+        for i in range(len(rows)):
+            cached([i])
+
+    for attempt in (use, lambda: look(tmp_path, check=True)):
+        if kind == "missing last" and attempt is not use:
+            assert look(tmp_path, check=True).missing == 1  # not damage: others may be at it
+            continue
+        with pytest.raises(InputError, match=message) as error:
+            attempt()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_any_flipped_byte_is_noticed(tmp_path, stored):
+    """Wherever in a shard a byte flips, header or data: an InputError that names the shard, never other features. Every
+    97th byte."""
+    rows = Rows.of([Row("a", [1, 2, 3, 4], [False, True, True, True]), Row("b", [5, 6, 7], [False, True, True])])
+    make(tmp_path, rows, stored, tokens_a_shard=1000)
+    path = tmp_path / shard_name(0)
+    whole = path.read_bytes()
+    clean = Cached(tmp_path, SETTINGS, rows)([0, 1])
+    for at in range(0, len(whole), 97):
+        path.write_bytes(whole)
+        flip(path, at)
+        try:
+            found = Cached(tmp_path, SETTINGS, rows)([0, 1])
+        except InputError as error:
+            assert path.name in str(error) or "holds no features" in str(error)
+        else:
+            assert torch.equal(found.features, clean.features) and torch.equal(found.hidden, clean.hidden), at
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("written", [0, 1, 500, "all but one"])
+def test_a_kill_while_a_shard_is_written_loses_that_shard_alone(tmp_path, monkeypatch, written):
+    """Whatever part of the second shard was on disk, building again makes the files an uninterrupted build makes, and
+    does not touch the first shard."""
+    make(tmp_path / "straight")
+
+    class Killed(BaseException):
+        pass
+
+    def die(tensors, path, metadata):
+        save_file(tensors, path, metadata)
+        if "00001" in path.name:
+            data = path.read_bytes()
+            path.write_bytes(data[: len(data) - 1 if written == "all but one" else written])
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_build, "save_file", die)
+        with pytest.raises(Killed):
+            make(tmp_path / "killed")
+    first = (tmp_path / "killed" / shard_name(0)).stat().st_mtime_ns
+    with pytest.raises(InputError, match=r"shard-00001\.safetensors is missing"):
+        Cached(tmp_path / "killed", SETTINGS, make_rows())
+    assert make(tmp_path / "killed").missing == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
+    assert (tmp_path / "killed" / shard_name(0)).stat().st_mtime_ns == first
+
+
+def test_a_shard_that_another_process_has_is_left_to_it(tmp_path):
+    """One process holds a shard: the others make the rest and say what is missing; when it is gone without having made
+    it, the next one does."""
+    make(tmp_path / "straight")
+    (tmp_path / "c").mkdir()
+    with _claim(tmp_path / "c", 2) as mine, pytest.MonkeyPatch.context() as patch:
+        assert mine
+        patch.setattr(feature_build.Path, "iterdir", lambda self: iter(()))  # the lock came before the manifest
+        assert make(tmp_path / "c").missing == 1
+    assert make(tmp_path / "c").missing == 0 and contents(tmp_path / "c") == contents(tmp_path / "straight")
+
+
+def test_a_cache_is_never_mixed(tmp_path):
+    """Other settings, dtype or rows, or a directory with other things in it: refused, and nothing is changed."""
+    make(tmp_path / "c")
+    before = contents(tmp_path / "c")
+    for change in (dict(stored="int8"), dict(rows=make_rows(8)), dict(tgt=target("llama"))):
+        with pytest.raises(InputError, match=r"was made with other settings: .*; use another --out"):
+            make(tmp_path / "c", **change)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "mine.txt").write_text("x")
+    with pytest.raises(InputError, match=r"is not empty \('mine.txt'\)"):
+        make(tmp_path / "d")
+    assert contents(tmp_path / "c") == before and contents(tmp_path / "d") == {"mine.txt": b"x"}
+
+
+def test_too_little_room_is_said_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_build.shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    with pytest.raises(InputError, match=r"needs another .* GB .* free"):
+        make(tmp_path / "c")
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["manifest.json"]
+
+
+# -- useless rows ------------------------------------------------------------------------------------------------------
+
+
+def spoilt(tgt, fault, at):
+    """packed_features with a fault in the rows of length `at`."""
+    original = tgt.packed_features
+
+    def call(tokens, counts, layers):
+        features, hidden = original(tokens, counts, layers)
+        D = tgt.vocab.dim
+        if len(tokens) == at:
+            where = {"layer": features[:, D:], "hidden": hidden}[fault[1]]
+            where[2:3] = {"non-finite": torch.inf}.get(fault[0], where[2:3])
+            where[:] = {"all-zero": torch.zeros(()), "constant": where[:1].clone()}.get(fault[0], where)
+        return features, hidden
+
+    return call
+
+
+@pytest.mark.parametrize("place", ["layer", "hidden"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_useless_rows_are_refused_counted_and_left_out(run, tmp_path, monkeypatch, kind, place):
+    """In one layer or in the hidden state. Live and from a cache alike: the same losses on the rest, packed together
+    with the useless ones or not, and gradients stay finite."""
+    file, _ = run
+    config = load_config(file, "train.target_dtype=float32")
+    rows, _, identity = read_rows(config)
+    tgt = Target.load(config.target, device="cpu", dtype="float32")
+    at = int(rows.lengths[3])
+    bad = int((rows.lengths == at).sum())
+    tgt.packed_features = spoilt(tgt, (kind, place), at)
+    assert build(rows, tgt, identity, tmp_path / "c", "float32", 3000).refused == {kind: bad}
+    data = training_data(load_config(file, "train.target_dtype=float32", f"data.features={tmp_path / 'c'}"))
+    assert len(data.rows) == len(rows) - bad and data.dropped[f"{kind} features"] == bad
+    assert at not in data.rows.lengths
+    live = Live(tgt, LAYERS, rows)
+    batch = Batches(rows, live, torch.device("cpu")).batch([(0, tuple(range(len(rows))))])
+    assert batch.features.isfinite().all() and batch.hidden.isfinite().all()
+    lengths = rows.lengths.tolist()
+    supervised = [part.any() for part in batch.loss_mask[0].split(lengths)]
+    assert supervised == [n != at for n in lengths]
+    with pytest.raises(InputError, match=rf"{bad} of 10 rows are non-finite, all-zero or constant, more than"):
+        live.check(0.0)
+    live.check(0.01)
+    with pytest.raises(InputError, match=rf"{bad} of 10 rows"):
+        training_data(load_config(file, f"data.features={tmp_path / 'c'}", "data.max_refused=0"))
+
+
+def test_training_stops_past_the_threshold(run, tmp_path, monkeypatch):
+    """A live run whose target answers NaN to everything ends with one line instead of a drafter; nothing is saved."""
+    file, _ = run
+    original = Target.packed_features
+
+    def nan(self, *args):
+        return tuple(x * torch.nan for x in original(self, *args))
+
+    monkeypatch.setattr(Target, "packed_features", nan)
+    with pytest.raises(InputError, match="its weights, its dtype"):
+        for _ in fit(load_config(file, f"out={tmp_path / 'o'}", "data.max_refused=0.001")):
+            pass
+    assert not (tmp_path / "o" / "drafter").exists() and not (tmp_path / "o" / "checkpoints").exists()
+
+
+def test_faults_are_of_rows_not_of_positions():
+    """One constant or zero position in a good row is no fault, nor is a row of one position."""
+    x = torch.randn(8, 2 * 4)
+    h = torch.randn(8, 3)
+    x[1], h[2] = 0, h[1]
+    found = faults(x, h, [4, 3, 1], 2)
+    assert not found.any() and found.shape == (3, 3)
+    x[4:7, 4:] = 1.5
+    assert faults(x, h, [4, 3, 1], 2).tolist() == [[False] * 3, [False, False, True], [False] * 3]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def command(capsys, name, *args):
+    """Exit code, standard output, and the lines of standard error that are no progress bar."""
+    with pytest.raises(SystemExit) as exit:
+        main(lambda: data_command([name, *map(str, args)]))
+    out, err = capsys.readouterr()
+    return exit.value.code, out, [line for line in err.splitlines() if line.startswith("error:")]
+
+
+def test_the_command(run, tmp_path, capsys):
+    """It says rows, bytes and bytes a token; --check reads all of it; bad input is one line and exit code 2, and where
+    weights are not needed to find it, none are read."""
+    file, _ = run
+    made = ("--out", tmp_path / "c")
+    code, out, _ = command(capsys, "features", "--config", file, *made, "--shard-mb", "0.003", "--dtype", "int8")
+    found = re.search(
+        r"(\d+) of \1 shards, .* MB of int8, 10 rows, (\d+) tokens, (\d+) bytes a token; refused: nothing", out
+    )
+    assert code == 0 and found and int(found[1]) > 2
+    use = f"data.features={tmp_path / 'c'}"
+    code, out, _ = command(capsys, "features", "--config", file, "--set", use, "--check")
+    assert code == 0 and "every byte read and right" in out
+    flip(tmp_path / "c" / shard_name(1), -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "load", None)
+        for args in ((*made, "--check"), (*made, "--dtype", "float32"), ("--out", "/proc/no"), (), ("--shard-mb", "0")):
+            code, out, err = command(capsys, "features", "--config", file, *args)
+            assert code == 2 and len(err) == 1, args
+
+
+def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
+    """Counts by proportion from every k-th record; bytes as a cache then has; the paper's 38 TB for 1.24 G tokens of
+    Qwen3-4B without data or weights. Nothing is written."""
+    file, folder = run
+    before = sorted(folder.rglob("*"))
+    rows = [{"prompt_ids": [1, 2], "answer_ids": [3] * 18}] * 40 + [{"prompt_ids": [1], "answer_ids": [2] * 39}] * 40
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": i, **r}) + "\n" for i, r in enumerate(rows)))
+    code, out, _ = command(
+        capsys, "plan", "--config", file, "--set", f"data.path={tmp_path / 'd.jsonl'}", "--sample", 20, "--seconds", 0.2
+    )
+    assert code == 0 and re.search(r"records +80  of which 20 were read", out)
+    assert re.search(r"tokens +2,400  95% of the positions", out) and re.search(
+        r"rows +80  the longest read has 40", out
+    )
+    each = bytes_per_token(2, 32, "bfloat16", (18 * 40 + 39 * 40) / 2400)
+    assert f"{each:,.0f} bytes a token" in out and re.search(r"target +[\d,]+  tokens a second on cpu in float32", out)
+    assert re.search(r"live features .* in 10 epochs", out)
+    monkeypatch.setattr(Target, "load", None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}))
+    whole = ("--config", "config/dspark/qwen3_4b.py", "--target-config", tmp_path / "config.json")
+    code, out, _ = command(capsys, "plan", *whole, "--tokens", "1.24e9")
+    assert code == 0 and re.search(r"bfloat16 +38.1 TB  30,720 bytes a token", out)
+    assert re.search(r"int8 +19.6 TB  15,840 bytes a token", out)
+    for args in (whole, ("--config", file, "--sample", 0), ("--config", file, "--set", "data.path=no.jsonl")):
+        code, out, err = command(capsys, "plan", *args)
+        assert code == 2 and len(err) == 1, args
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_two_processes_and_kills(run, tmp_path):
+    """Two builders at once, each killed twice with SIGKILL at odd moments and started again: what they leave is what
+    one uninterrupted builder makes."""
+    file, _ = run
+    big = tmp_path / "rows.jsonl"
+    big.write_text("".join(json.dumps(r) + "\n" for r in token_rows(4000, length=60)))
+    args = ["--config", str(file), "--set", f"data.path={big}", "--shard-mb", "0.2"]
+    words = [sys.executable, "-m", "deepspec.data", "features", *args, "--out", str(tmp_path / "c")]
+    for wait in (7.3, 9.1):
+        both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in "ab"]
+        time.sleep(wait)
+        for process in both:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert look(tmp_path / "c").missing > 0
+    both = [subprocess.Popen(words) for _ in "ab"]
+    assert [process.wait() for process in both] == [0, 0]
+    assert subprocess.run([*words[:-1], str(tmp_path / "straight")]).returncode == 0
+    assert contents(tmp_path / "c") == contents(tmp_path / "straight")
