@@ -93,9 +93,13 @@ class Validator:
         self._served = served.to(device=target.device, dtype=target.dtype).eval()
 
     @torch.no_grad()
-    def decode(self, weights: dict[str, Tensor], rank: int = 0, size: int = 1) -> list[tuple[int, Generation]]:
-        """weights: the drafter's state dict, whole. Number and outcome of prompts rank, rank + size, ..."""
-        self._served.load_state_dict(weights)
+    def decode(
+        self, weights: Iterable[tuple[str, Tensor]], rank: int = 0, size: int = 1
+    ) -> list[tuple[int, Generation]]:
+        """weights: the drafter's own tensors by name. Number and outcome of prompts rank, rank + size, ..."""
+        own = self._served.state_dict()
+        for name, value in weights:
+            own[name].copy_(value)
         mine = list(range(len(self.prompts)))[rank::size]
         generations = generate(
             self.target,

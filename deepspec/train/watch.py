@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..modeling.target import Target
-from . import checkpoint, compiling, curves, trackers
-from .distributed import World
+from . import compiling, curves, trackers
+from .distributed import World, whole
 from .health import Health
 from .log import Log
 from .report import StepReport
@@ -40,7 +40,7 @@ class Watch:
         c, last = self.config, report.step == report.total_steps
         row: dict[str, Any] = {}
         if self._validator is not None and (report.step % c.validate.every == 0 or last):
-            weights = checkpoint.whole_weights(self.drafter)
+            weights = ((name, whole(value)) for name, value in self.drafter.state_dict().items())
             mine = self._validator.decode(weights, self.world.rank, self.world.size)
             row = self._validator.together(self.world.gather(mine)).row()
         if self.world.main and (row or report.step % c.train.log_every == 0 or last):
