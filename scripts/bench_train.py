@@ -54,6 +54,9 @@ class Products(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in ("mm", "bmm"):
             self.add(args[0], args[1])
+        elif name == "mkldnn::_linear_pointwise":  # packed weights (modeling/packed.py)
+            rows = args[0].flatten(0, -2)
+            self.add(rows, rows.new_empty(args[1].shape[0], args[1].shape[1]).t())
         elif name in ("addmm", "baddbmm"):
             self.add(args[1], args[2])
         elif name.startswith("_scaled_dot_product") and name.endswith(("attention", "_for_cpu")):
