@@ -45,7 +45,7 @@ def test_a_term_that_dominates_is_named():
     """From the weighted terms, over a window; with one active term there is nothing to dominate."""
     rows = [row(s, ce=0.1, kl=3.0, confidence=0.01) for s in range(1, 20)]
     said = run(rows)
-    assert [s for s, _ in said] == [WINDOW] and "kl" in said[0][1] and "100%" in said[0][1]
+    assert [s for s, _ in said] == [WINDOW] and "kl" in said[0][1] and "99%" in said[0][1]
     assert run([row(s, ce=0.1, kl=3.0, confidence=0.5) for s in range(1, 20)]) == []
     assert run(rows, loss=LossConfig(kl=1.0)) == []
     one_in_window = [row(s, kl=3.0, confidence=0.01 if s % WINDOW else 3.0) for s in range(1, 40)]

@@ -48,8 +48,7 @@ class Ahead:
         coming = self._coming.pop(tuple(picked), None)
         for other in self._coming.values():  # a pass was cut short: the thread must be free
             other.cancel()
-        if self._coming:
-            self._coming = {key: future for key, future in self._coming.items() if not future.cancelled()}
+        self._coming = {key: future for key, future in self._coming.items() if not future.done()}
         if coming is None:
             self._settle()
             made = self.batches.batch(picked)
