@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 Backend = Literal["auto", "flex", "sdpa"]
@@ -79,7 +80,7 @@ class Anchored:
     def _flex(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(context, block))
         gqa = q.shape[2] != keys.shape[1]
-        call = _flex_call(q.is_cuda)
+        call = flex_attention if torch.compiler.is_compiling() else _flex_call(q.is_cuda)
         out = call(q.transpose(1, 2), keys, values, block_mask=self._block_mask, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2)
 
@@ -131,15 +132,11 @@ def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: 
 @functools.cache
 def _mask_maker(compiled: bool) -> Any:
     """create_block_mask; compiled it never holds the whole mask [A * G, T + A * G]."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
 
 @functools.cache
 def _flex_call(compiled: bool) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
