@@ -58,6 +58,8 @@ class DataConfig(Checked):
     """Rows with fewer supervised tokens are dropped and counted."""
     thinking: Literal["on", "off", "auto"] = "auto"
     """Passed to the chat template as enable_thinking; auto passes nothing."""
+    turns: Literal["apart", "together"] = "apart"
+    """One row for every turn of a conversation, or one row for all turns that see each other as inference would."""
     malformed: Literal["error", "skip"] = "error"
     """What a line that is no record is: an error that names it, or counted and read over."""
     pack_tokens: int | None = None

@@ -16,9 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from deepspec.config import DataConfig
 from deepspec.data.loader import load_rows
-from deepspec.modeling.loading import load_tokenizer
 
 LONG = 40_000
 
@@ -38,7 +39,7 @@ def write(path: Path, tokenizer, rows: int, tokens: int) -> None:
 
 def prepare(path: str, folder: str, max_length: int) -> None:
     """Read the file as training does, and print what it took."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     config = DataConfig(path=(path,), max_length=max_length, min_supervised=2)
@@ -63,7 +64,7 @@ def main() -> None:
     if args.file:
         prepare(args.file, args.tokenizer, args.max_length)
         return
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         for rows in (args.rows // 4, args.rows):
             path = Path(folder) / f"{rows}.jsonl"

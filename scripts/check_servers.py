@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,7 +30,12 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=200, help="prompts (default 200)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=48)
+    parser.add_argument(
+        "--serve-options",
+        default="--continuous-batching --cb-max-batch-tokens 512 --cb-num-blocks 112",
+        help="of transformers serve, in one string (default: batches, for one request at a time takes hours on a CPU)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory; what is there already is gone on with")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -99,7 +105,8 @@ def real_server(args: argparse.Namespace) -> Iterator[str]:
     command = [str(program), "serve", str(args.target), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     with (args.out / "server.log").open("ab") as log:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        server = subprocess.Popen([*command, "--dtype", args.dtype], stdout=log, stderr=log, env=environment)
+        command += ["--dtype", args.dtype, *shlex.split(args.serve_options)]
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -33,7 +33,7 @@ stage "train DSpark" $python -m deepspec.train --config config/dspark/tiny.py
 # One thread: at batch 1 a model this small loses more to waking a second one than it gains.
 stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
     --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \
-    --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval
+    --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval --resume
 
 printf '\nTime spent\n'
 printf '%s\n' "${stages[@]}"

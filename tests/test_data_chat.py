@@ -10,10 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deepspec.checked import InputError
-from deepspec.data.chat import Skip, conversation, render_prompt, training_rows
+from deepspec.config import DataConfig
+from deepspec.data.chat import Row, render_prompt, together, training_rows
+from deepspec.data.loader import load_rows
+from deepspec.data.records import Skip, conversation
 
 SHARED = Path(os.environ.get("DEEPSPEC_SHARED", Path(__file__).parents[2] / "shared"))
-STOCK = ("qwen3", "gemma3", "llama3_1")
+STOCK = ("qwen3", "gemma3", "llama3_1", "smollm2")
 THINKING = ("on", "off", "auto")
 
 # The shapes of the stock templates, small: Qwen3 (think pair, dropped history), Gemma (strict, trims), Llama (plain).
@@ -43,9 +46,12 @@ SMALL = {
 @functools.cache
 def load(name):
     if name in STOCK:
-        if not (SHARED / "tokenizers" / name).is_dir():
+        # SmolLM2's comes with its weights, by scripts/get_smollm2.py
+        cached = Path.home() / ".cache" / "deepspec" / "smollm2-135m-instruct"
+        folder = cached if name == "smollm2" else SHARED / "tokenizers" / name
+        if not (folder / "tokenizer.json").is_file():
             pytest.skip(f"no stock tokenizer {name}")
-        return AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
+        return AutoTokenizer.from_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     newlines = [("Ċ", "Ċ")]  # a merge that can straddle the border between prompt and answer
     vocab = {piece: i for i, piece in enumerate([*alphabet, "ĊĊ"])}
@@ -112,7 +118,9 @@ def test_prompt_is_what_the_tokenizer_itself_renders(name, thinking):
 @every
 def test_no_system_prompt_is_added_and_a_given_one_is_context(name):
     tokenizer = load(name)
-    assert "system" not in parts(tokenizer, rows_of(tokenizer, chat("hi", "hello"))[0])[0]
+    context = parts(tokenizer, rows_of(tokenizer, chat("hi", "hello"))[0])[0]
+    own = tokenizer.apply_chat_template(chat("hi"), add_generation_prompt=True, tokenize=False)
+    assert context.removesuffix("<think>\n\n</think>\n\n") == own  # what the template itself writes stays, unsupervised
     if name != "small-gemma3":
         system = {"role": "system", "content": "Be brief."}
         context, supervised = parts(tokenizer, rows_of(tokenizer, [system, *chat("hi", "hello")])[0])
@@ -281,3 +289,91 @@ def test_without_a_template_the_error_names_the_way_out():
         for none in (bare, None):
             with pytest.raises(InputError, match="use token rows"):
                 training_rows(record, none, (), "auto")
+
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
+
+
+def called(call, **more):
+    """A chat in which the assistant calls a tool."""
+    return [*chat("1+1?"), {"role": "assistant", "content": None, "tool_calls": call, **more}]
+
+
+def test_tool_calls_as_list_string_null_or_absent():
+    """OpenAI's form and the bare one, arguments as an object and as JSON: one row. Null and absent are no call."""
+    tokenizer = load("qwen3")
+    text_of_it = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call><|im_end|>'
+    quoted = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    wrapped = [{"type": "function", "id": "1", "function": call} for call in (CALL, quoted)]
+    for call in (CALL, quoted, *wrapped):
+        for calls in ([call], json.dumps([call])):
+            row = rows_of(tokenizer, called(calls), "off")[0]
+            assert parts(tokenizer, row)[1] == text_of_it
+    plain = rows_of(tokenizer, chat("q", "a"), "off")
+    for nothing in ({"tool_calls": None}, {"tool_calls": []}, {"tool_calls": "null"}, {"tool_calls": ""}, {}):
+        assert rows_of(tokenizer, [*chat("q"), {"role": "assistant", "content": "a", **nothing}], "off") == plain
+    for nothing in (None, [], "[]"):
+        with pytest.raises(Skip, match="empty assistant turn"):
+            rows_of(tokenizer, called(nothing), "off")
+    for wrong in (5, "{", ["add"], {"name": "add"}):
+        with pytest.raises(InputError, match="tool_calls"):
+            rows_of(tokenizer, called(wrong), "off")
+
+
+@every
+def test_what_a_template_does_not_render_is_not_supervised_as_nothing(name):
+    """A template without tools or thinking would make an empty turn of a tool call, and drop a thought."""
+    tokenizer = load(name)
+    for part, messages in (
+        ("tool_calls", called([CALL])),
+        ("reasoning_content", [*chat("q"), {"role": "assistant", "content": "a", "reasoning_content": "hm"}]),
+    ):
+        if "qwen3" in name and (part == "reasoning_content" or name == "qwen3"):
+            assert rows_of(tokenizer, messages, "on")
+        else:
+            with pytest.raises(Skip, match=f"does not render {part}"):
+                rows_of(tokenizer, messages, "on")
+
+
+@every
+def test_turns_together_are_the_same_turns(name):
+    """One row where the template rewrites no history: the same supervised tokens, each after the same ones as in its
+    row apart. Where it rewrites, the rows stay apart."""
+    tokenizer = load(name)
+    apart = rows_of(tokenizer, chat("a?", "First.", "b?", "Second one.", "c?", "Third"))
+    merged = together(apart)
+    assert len(merged) == (3 if "qwen3" in name else 1) and merged[-1].tokens == apart[-1].tokens
+    seen = {tuple(row.tokens[:i]) for row in apart for i, flag in enumerate(row.loss_mask) if flag}
+    assert {tuple(row.tokens[:i]) for row in merged for i, flag in enumerate(row.loss_mask) if flag} == seen
+    assert sum(sum(row.loss_mask) for row in merged) == sum(sum(row.loss_mask) for row in apart)
+
+
+def test_only_rows_that_continue_each_other_are_merged():
+    a, b = Row("x#0", [1, 2, 3], [False, True, True]), Row("x#1", [1, 2, 3, 4, 5], [False] * 4 + [True])
+    other = Row("x#2", [1, 9, 3, 4, 5, 6], [False] * 5 + [True])
+    assert together([]) == [] and together([a]) == [a]
+    assert together([a, b]) == [Row("x#0", b.tokens, [False, True, True, False, True])]
+    assert together([a, b, other]) == [*together([a, b]), other] and together([a, other, b]) == [a, other, b]
+
+
+@every
+def test_the_end_of_turn_is_found_without_its_stop_id(name):
+    """A target whose files name another stop id still supervises its template's end of turn, and nothing after it."""
+    tokenizer = load(name)
+    messages = chat("hi", "hello", "again", "there")
+    for stop_ids in ((), (0,)):
+        assert training_rows({"messages": messages}, tokenizer, stop_ids, "auto") == rows_of(tokenizer, messages)
+
+
+@every
+def test_zero_supervision_is_a_reason_and_no_row(name, tmp_path):
+    """Failure kinds 1, 2 and 14: every kept row supervises something, prompts are never supervised, and a row whose
+    answer lies beyond the cut is counted."""
+    tokenizer = load(name)
+    records = [{"messages": chat(f"q{i}", "word " * 20), "id": i} for i in range(4)]
+    records += [{"messages": chat("word " * 40_000, "late answer " * 20), "id": "long"}, {"turns": ["q"], "id": "none"}]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = DataConfig(path=str(tmp_path / "r.jsonl"), max_length=128)
+    rows, dropped = load_rows(config.path, tokenizer, {tokenizer.eos_token_id}, config, 1 << 20)
+    assert len(rows) == 4 and all(row.loss_mask.index(True) > 0 and sum(row.loss_mask) > 14 for row in rows)
+    assert dropped == {"fewer than 14 supervised tokens in the first 128": 1, "no assistant turn": 1}

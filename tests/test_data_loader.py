@@ -1,15 +1,19 @@
 """Laws of loading rows, of their order, of packing and of padding."""
 
+import copy
 import json
+import time
 
 import numpy as np
 import pytest
 import torch
+from test_data_chat import load as chat_tokenizer
+from test_data_prompts import assistant, user
 
 from deepspec.checked import InputError
 from deepspec.config import DataConfig
 from deepspec.data.batches import Batches
-from deepspec.data.chat import Row
+from deepspec.data.chat import Row, training_rows
 from deepspec.data.features import Features
 from deepspec.data.loader import Loader, load_rows, sequences
 from deepspec.data.packing import OPEN, pack
@@ -200,3 +204,113 @@ def test_a_packed_batch_keeps_its_rows_apart():
     assert batch.document.tolist() == [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, -1, -1]]
     assert batch.position.tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0]]
     assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp_path, truncates):
+    """120 chats and one of 40,000 tokens: rows in the file's order, as one thread makes them, the long one cut, each
+    refusal counted; also with a tokenizer whose file asks for truncation."""
+    tokenizer = copy.deepcopy(chat_tokenizer("small-qwen3"))
+    if truncates:
+        tokenizer.backend_tokenizer.enable_truncation(3)
+    chats = [[("user", f"q{i} " * (i % 7 + 1)), ("assistant", f"a{i} " * (i % 5 + 2))] for i in range(120)]
+    chats[40] = [("user", "q"), ("assistant", "word " * 8_000)]
+    chats[90] = [("user", "q"), ("robot", "a")]
+    records = [{"id": i, "messages": [{"role": r, "content": c} for r, c in chat]} for i, chat in enumerate(chats)]
+    began = time.perf_counter()
+    found, dropped = load(write(tmp_path / "r.jsonl", *records), tokenizer=tokenizer, vocab_size=10**6, max_length=500)
+    assert time.perf_counter() - began < 20 and dropped == {"unknown role 'robot'": 1}
+    ids = [i for i in range(120) if i != 90]
+    assert [row.id for row in found] == [f"{i}#0" for i in ids]
+    assert len(found[40].tokens) == 500
+    for row, i in zip(found, ids):
+        (alone,) = training_rows(records[i], tokenizer, (), "auto")
+        assert len(alone.tokens) > 3 and row == Row(alone.id, alone.tokens[:500], alone.loss_mask[:500])
+    assert len(load(tmp_path / "r.jsonl", tokenizer=tokenizer, vocab_size=10**6, max_length=500)[0]) == 119
+
+
+def test_an_error_in_one_row_stops_the_others(tmp_path):
+    """The first malformed record is named, whatever was being made beside it."""
+    records = [token_row(2, 3, id=i) for i in range(500)]
+    records[100]["answer_ids"] = "no"
+    records[300]["answer_ids"] = "no"
+    with pytest.raises(InputError, match=r"r\.jsonl, line 101: answer_ids must be"):
+        load(write(tmp_path / "r.jsonl", *records))
+
+
+def test_every_so_manieth_record(tmp_path):
+    path = write(tmp_path / "r.jsonl", *[token_row(2, 3 + i, id=i) for i in range(10)])
+    config = DataConfig(path=str(path), min_supervised=2)
+    assert [row.id for row in load_rows(config.path, None, (), config, 100, every=4)[0]] == ["0", "4", "8"]
+
+
+ANSWER = "word " * 14
+
+DIRTY = [
+    b"{",
+    b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    b"[1, 2]",
+    b"",
+    b'{"text": "no layout"}',
+    b'{"messages": "no list"}',
+    *(
+        json.dumps(record).encode()
+        for record in (
+            {"messages": [assistant(ANSWER), user("q"), assistant(ANSWER)], "id": "assistant first"},
+            {"messages": [user("q"), user("q"), assistant(ANSWER)], "id": "double user"},
+            {"messages": [user("q"), assistant(" ")], "id": "empty turn"},
+            {"messages": [{"role": "developer", "content": "q"}, assistant(ANSWER)], "id": "unknown role"},
+            {"messages": [user("word " * 40_000), assistant(ANSWER)], "id": "40k tokens"},
+            {"messages": [user("q"), assistant("short")], "id": "short"},
+            {"messages": [user("q"), assistant(ANSWER)], "id": "tools", "tools": "{"},
+            {"messages": [user("q"), assistant(ANSWER)], "id": "good"},
+            {"messages": [user("another"), assistant(ANSWER)], "id": "good"},
+        )
+    ),
+]
+REASONS = {
+    "not valid JSON": 1,
+    "not UTF-8": 1,
+    "must be a JSON object": 1,
+    "empty line": 1,
+    "none of the keys prompt_ids, messages, conversations, turns": 1,
+    "messages must be a list of objects": 1,
+    "tools is not valid JSON": 1,
+    "empty assistant turn": 1,
+    "unknown role 'developer'": 1,
+    "fewer than 14 supervised tokens": 1,
+    "fewer than 14 supervised tokens in the first 4096": 1,
+    "duplicate": 1,
+    "duplicate id, other tokens": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "strict"), [("small-gemma3", True), ("gemma3", True), ("small-llama3_1", False)])
+def test_a_dirty_file_gives_good_rows_and_a_count_for_every_reason(tmp_path, name, strict):
+    """Bad lines are read over only where that is asked for. Tools as list, string, null and absent are all good; two
+    user turns in a row are for the template to refuse."""
+    tokenizer = chat_tokenizer(name)
+    tools = [{"name": "add"}]
+    good = [
+        {"messages": [user("q"), assistant(ANSWER)], "id": f"t{i}", "tools": t} for i, t in enumerate(("", None, tools))
+    ]
+    good += [{"messages": [user("q"), assistant(ANSWER)], "id": "t3", "tools": json.dumps(tools)}]
+    lines = DIRTY + [DIRTY[-2]] + [json.dumps(r).encode() for r in good]
+    path = tmp_path / "dirty.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(InputError, match=r"dirty\.jsonl, line 1: not valid JSON"):
+        load(path, tokenizer=tokenizer, min_supervised=14, vocab_size=1 << 20)
+    rows, dropped = load(path, tokenizer=tokenizer, min_supervised=14, vocab_size=1 << 20, malformed="skip")
+    kept = ["good#0", "t0#0", "t1#0", "t2#0", "t3#0"]
+    assert [row.id for row in rows] == (kept if strict else ["double user#0", *kept])
+    alternate = {reason: n for reason, n in dropped.items() if "alternate" in reason}
+    assert sum(alternate.values()) == strict
+    expected = {**REASONS, "assistant turn before any user turn": 1}
+    assert {reason: n for reason, n in dropped.items() if reason not in alternate} == expected
+    assert len(rows) + dropped.total() == len(lines)
+
+
+def test_a_file_with_nothing_usable_says_why(tmp_path):
+    (tmp_path / "dirty.jsonl").write_bytes(b"\n".join(DIRTY[:6]) + b"\n")
+    with pytest.raises(InputError, match=r"no training row in .*; dropped: 1 not valid JSON, 1 not UTF-8, 1 must be"):
+        load(tmp_path / "dirty.jsonl", tokenizer=chat_tokenizer("small-gemma3"), malformed="skip")

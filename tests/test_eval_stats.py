@@ -26,6 +26,8 @@ def test_rounds_of_3_2_1_0_are_pinned():
     rates = stats.accept_rates(g, 3)
     assert rates.conditional == [3 / 4, 2 / 3, 1 / 2]
     assert rates.prefix == [3 / 4, 2 / 4, 1 / 4]
+    assert rates.reached == [4, 3, 2] and rates.accepted == [3, 2, 1]
+    assert stats.accepted_per_round(g) == 6 / 4 and stats.wasted_per_round(g) == 6 / 4
 
 
 def test_a_slot_counts_only_where_it_was_verified():
@@ -34,6 +36,7 @@ def test_a_slot_counts_only_where_it_was_verified():
     assert rates.conditional == [2 / 3, 1.0, 1.0, None]
     assert rates.prefix == [2 / 3, 1 / 2, 1.0, None]
     assert stats.verified_per_round(g) == 6 / 4
+    assert stats.accepted_per_round(g) == 4 / 4 and stats.wasted_per_round(g) == 2 / 4
     assert stats.tau(g) == (4 + 2 + 1 + 1) / 4
 
 
@@ -47,7 +50,8 @@ def test_nothing_counted_is_none(g):
     assert stats.tau(g) is None
     assert stats.tau_interval(g) is None
     assert stats.verified_per_round(g) is None
-    assert stats.accept_rates(g, 2) == stats.AcceptRates([None, None], [None, None])
+    assert stats.accepted_per_round(g) is None and stats.wasted_per_round(g) is None
+    assert stats.accept_rates(g, 2) == stats.AcceptRates([None, None], [None, None], [0, 0], [0, 0])
     assert stats.tau_difference(g, g) is None
     assert stats.distinct_ngrams(g) is None
 

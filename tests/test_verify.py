@@ -11,6 +11,7 @@ from helpers import chi_square_p, drafter_config, exact_law, hf_model, randomize
 
 import deepspec
 from deepspec import Proposal, Sampling, Target, verify
+from deepspec.eval.cost import StepsPerSecond
 from deepspec.eval.verify import agree
 
 V, G = 3, 3
@@ -350,3 +351,26 @@ def test_sampled_output_has_the_targets_law(small, kind, schedule, how, sampling
     if kind is not None and schedule == "all":  # both ways through the rule were taken
         accepted = [a for g in out for _, a in g.rounds]
         assert 0 < sum(a == 0 for a in accepted) < len(accepted)
+
+
+@pytest.mark.parametrize("make", [deepspec.throughput, deepspec.lagged])
+def test_schedules_across_requests_keep_the_law(small, make):
+    """The same for schedules whose lengths depend on other requests and on earlier rounds, at a jagged cost, with 20 in
+    flight. Fixed seeds; fresh ones would fail in 1 of 10,000."""
+    target, drafters = small
+    cost = StepsPerSecond(
+        sample_batch_tokens=tuple(range(1, 61)),
+        sample_steps_per_sec=tuple(1 / (10 + n + 5 * (n % 3 == 1)) for n in range(1, 61)),
+        max_batch_tokens=60,
+    )
+    prompt, n = [1, 4, 2, 0], 2000
+    law = exact_law(target, prompt, 3, Sampling(temperature=1.0)).flatten()
+    out = deepspec.generate(
+        target, drafters["vanilla"], [prompt] * n, max_new_tokens=3, sampling=Sampling(temperature=1.0),
+        schedule=make(cost), seed=1, concurrency=20,
+    )  # fmt: skip
+    triples = torch.tensor([g.tokens for g in out])
+    counts = torch.bincount(triples[:, 0] * 36 + triples[:, 1] * 6 + triples[:, 2], minlength=216)
+    assert chi_square_p(counts, law) > 1e-4
+    lengths = [v for g in out for v, _ in g.rounds]
+    assert len(set(lengths)) > 1

@@ -16,10 +16,10 @@ from tqdm import tqdm
 from ..cache import tentative, whole_file, writable_dir, write_text
 from ..checked import InputError
 from ..provenance import provenance
-from .chat import Message, Skip, conversation, layout, record_id, text_of, to_answer, token_ids
 from .manifest import manifest_path, read_manifest
 from .overlap import Overlap
 from .prompts import counted, hash_id, held_out, reasons
+from .records import Message, Skip, conversation, layout, record_id, text_of, to_answer, token_ids
 from .sources import as_conversation, count_records, read_source, source_name
 
 

@@ -60,8 +60,8 @@ def prompts(args: argparse.Namespace) -> None:
 def _benchmark_texts(names: Sequence[str]) -> Iterator[str]:
     """The user turns of benchmarks and JSONL files."""
     from ..eval.tasks import find_tasks
-    from .chat import conversation, layout, text_of
     from .prompts import read_records
+    from .records import conversation, layout, text_of
 
     for task in find_tasks(names) if names else ():
         for where, record in read_records(task.path):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
+import os
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ..checked import InputError, require
-from .chat import Row, layout, training_rows
+from .chat import Row, together, training_rows
 from .packing import pack
 from .prompts import Seen, TokenizerSource, counted, read_records, reasons, tokenizer_getter
+from .records import Message, layout
 from .rows import Rows
 
 if TYPE_CHECKING:
     from ..config import DataConfig
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def load_rows(
@@ -37,44 +44,78 @@ def load_rows(
     (config.malformed "skip" counts and drops it instead) or of an id outside the vocabulary, and says how many were
     dropped for which reason where nothing is left.
     """
-    paths, dropped = list(paths), Counter[str]()
-    rows = Rows.of(_usable(paths, tokenizer_getter(tokenizer), stop_ids, config, vocab_size, dropped, every))
+    paths, dropped, ready = list(paths), Counter[str](), _ready(tokenizer_getter(tokenizer))
+
+    def make(record: Message) -> list[Row]:
+        needed = None if layout(record) == "prompt_ids" else ready()
+        made = training_rows(record, needed, stop_ids, config.thinking)
+        made = together(made) if config.turns == "together" else made
+        for row in made:
+            _check_ids(row, vocab_size)
+        return made
+
+    rows = Rows.of(row for path in paths for row in _usable(path, make, config, dropped, every))
     if not rows:
         raise InputError(f"no training row in {', '.join(map(str, paths))}; dropped: {reasons(dropped)}")
     return rows, dropped
 
 
 def _usable(
-    paths: Sequence[str | Path],
-    get: Callable[[], Any],
-    stop_ids: Collection[int],
-    config: DataConfig,
-    vocab_size: int,
-    dropped: Counter[str],
-    every: int,
+    path: str | Path, make: Callable[[Message], list[Row]], config: DataConfig, dropped: Counter[str], every: int
 ) -> Iterator[Row]:
+    """The rows of a file that can be trained on. They are made by threads, for tokenizers work without Python's lock:
+    two cores are busy where one renders templates; the order is the file's."""
     least, most = config.min_supervised, config.max_length
-    skipped = dropped if config.malformed == "skip" else None
-    for path in paths:
-        seen = Seen()
-        for where, record in itertools.islice(read_records(path, skipped), 0, None, every):
-            made: list[Row] = []
-            with counted(where, dropped, skipped):
-                needed = None if layout(record) == "prompt_ids" else get()
-                made = training_rows(record, needed, stop_ids, config.thinking)
-                for row in made:
-                    _check_ids(row, vocab_size)
-            for row in made:
-                if repeated := seen.again(row.id, row.tokens):
-                    dropped[repeated] += 1
-                    continue
-                kept = _cut(row, most)
-                if sum(kept.loss_mask) >= least:
-                    yield kept
-                elif sum(row.loss_mask) >= least:
-                    dropped[f"fewer than {least} supervised tokens in the first {most}"] += 1
-                else:
-                    dropped[f"fewer than {least} supervised tokens"] += 1
+    skipped, seen = dropped if config.malformed == "skip" else None, Seen()
+    records = itertools.islice(read_records(path, skipped), 0, None, every)
+    for (where, _), making in _ahead(lambda item: make(item[1]), records):
+        made: list[Row] = []
+        with counted(where, dropped, skipped):
+            made = making.result()
+        for row in made:
+            if repeated := seen.again(row.id, row.tokens):
+                dropped[repeated] += 1
+                continue
+            kept = _cut(row, most)
+            if sum(kept.loss_mask) >= least:
+                yield kept
+            elif sum(row.loss_mask) >= least:
+                dropped[f"fewer than {least} supervised tokens in the first {most}"] += 1
+            else:
+                dropped[f"fewer than {least} supervised tokens"] += 1
+
+
+def _ahead(work: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, Future[R]]]:
+    """Items in their order, each with its result to come; a bounded number of them is worked on ahead."""
+    threads = min(8, os.cpu_count() or 1)
+    waiting: deque[tuple[T, Future[R]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(work, item)))
+                if len(waiting) > 8 * threads:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ready(get: Callable[[], Any]) -> Callable[[], Any]:
+    """`get`, for threads: called by one of them, and used once before any other has it. A tokenizer's first call may
+    reset the truncation its file asked for, which must not happen under another call."""
+    lock, found = threading.Lock(), list[Any]()
+
+    def ready() -> Any:
+        with lock:
+            if not found:
+                tokenizer = get()
+                if tokenizer is not None:
+                    tokenizer("", add_special_tokens=False)
+                found.append(tokenizer)
+            return found[0]
+
+    return ready
 
 
 def sequences(rows: Rows, pack_tokens: int | None, seed: int) -> Sequence[tuple[int, ...]]:

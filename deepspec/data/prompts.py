@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checked import InputError
-from .chat import (
-    Malformed,
-    Message,
-    Skip,
-    Thinking,
-    conversation,
-    layout,
-    record_id,
-    render_prompt,
-    to_answer,
-    token_ids,
-)
+from .chat import Thinking, render_prompt
+from .records import Malformed, Message, Skip, conversation, layout, record_id, to_answer, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

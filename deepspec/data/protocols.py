@@ -16,8 +16,9 @@ from typing import Any, final
 from ..checked import InputError
 from ..sampling import Sampling
 from .answers_file import refuses
-from .chat import Skip, Thinking, conversation, layout, to_answer, training_rows
+from .chat import Thinking, training_rows
 from .prompts import Prompt, hash_id
+from .records import Skip, conversation, layout, to_answer
 
 Body = dict[str, Any]
 

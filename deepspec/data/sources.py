@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import InputError
-from .chat import LAYOUTS, Malformed, Message
 from .prompts import read_records
+from .records import LAYOUTS, Malformed, Message
 
 _ASKED = ("prompt", "question", "instruction", "problem", "query")
 """Keys that hold the one question of a record; an `input` is what an instruction is about, `system` what precedes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from ..modeling import loading
 from ..modeling.ends import Ends
 from ..modeling.families import read_family
 from ..modeling.target import Target
-from .answers import template_hash
 from .batches import Batches
 from .feature_cache import Cached
 from .features import FAULTS, Live, check_refused
 from .loader import Loader, load_rows, sequences
+from .manifest import doubts, template_hash
 from .rows import Rows
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class TrainingData:
 def training_data(config: Config) -> TrainingData:
     """Read and check all of it, before the target's weights are read. InputError says what is wrong."""
     rows, dropped, identity = read_rows(config)
+    _say(config, rows, dropped, identity)
     cache = None
     if config.data.features != "live":
         cache = Cached(config.data.features, identity, rows)
@@ -72,6 +76,19 @@ def training_data(config: Config) -> TrainingData:
             rows = rows.keep(cache.fault < 0)
             cache = Cached(config.data.features, identity, rows)
     return TrainingData(config, rows, dropped, sequences(rows, config.data.pack_tokens, config.seed), cache)
+
+
+def _say(config: Config, rows: Rows, dropped: Counter[str], identity: dict[str, Any]) -> None:
+    """Log how many rows there are, what was dropped, and where the answers were made otherwise than they are used."""
+    _LOG.info("%d training rows of %d tokens", len(rows), len(rows.tokens))
+    for reason, count in dropped.most_common():
+        _LOG.info("dropped %d: %s", count, reason)
+    used = {key: identity[key] for key in ("target", "target_revision")}
+    used |= {"chat_template_sha256": identity["chat_template"]}
+    used |= {"thinking": None if config.data.thinking == "auto" else config.data.thinking}
+    used |= {"dtype": None if config.train.target_dtype == "auto" else config.train.target_dtype}
+    for line in doubts(config.data.path, used):
+        _LOG.warning("%s", line)
 
 
 def read_rows(config: Config, every: int = 1) -> tuple[Rows, Counter[str], dict[str, Any]]:

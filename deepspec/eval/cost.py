@@ -88,6 +88,9 @@ def _check_probes(name: str, probes: tuple[int, ...], values: tuple[float, ...])
     require(len(probes) == len(values), f"{name} holds {len(probes)} probes for {len(values)} values")
 
 
+ANY = StepsPerSecond(sample_batch_tokens=(1,), sample_steps_per_sec=(1.0,), max_batch_tokens=1)
+"""A cost that says nothing, to check settings with before one is known."""
+
 EXTRA = "deepspec"
 """The section of our own: SGLang skips keys it does not know."""
 
@@ -98,7 +101,14 @@ class Profile:
 
     cost: StepsPerSecond | Additive
     extra: dict[str, Any] = field(default_factory=dict)
-    """Provenance; and `plain_seconds`, of a round without any drafter, at the requests of bs_probes."""
+    """Provenance; and `plain_seconds`, of a round without any drafter, at bs_probes."""
+
+    def without_drafter(self, requests: int) -> float:
+        """Seconds of a round of the target alone; where that was not measured, of a round without drafting."""
+        measured = self.extra.get("plain_seconds")
+        if measured is None or isinstance(self.cost, StepsPerSecond):
+            return self.cost.plain(requests)
+        return float(np.interp(requests, self.cost.bs_probes, measured))
 
     def to_json(self) -> str:
         fields = asdict(self.cost)

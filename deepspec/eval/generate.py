@@ -12,7 +12,7 @@ from ..checked import InputError
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
 from ..sampling import Sampling
-from .loop import Generation, Loop, Request, Settings
+from .loop import Generation, Loop, OnRound, Request, Settings
 from .schedule import Schedule, verify_all
 from .verify import Rule
 
@@ -43,6 +43,7 @@ def stream(
     draft: Literal["sample", "greedy"] = "sample",
     record: bool = False,
     clock: Any = None,
+    on_round: OnRound | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Yield (index of the prompt, Generation) as requests finish; finished rows are refilled with the next request.
 
@@ -51,7 +52,8 @@ def stream(
     once (None: 16). `verify` is the rule of verification: token by token, or the block as a whole. With `draft` greedy
     the drafter proposes its likeliest tokens (as a law: one-hot) whatever the temperature; both are exact. `record`
     keeps the confidences. `clock.part(name)` is a context manager that times 'prefill', 'draft' and 'verify'.
-    InputError for prompts the target cannot take.
+    `on_round` is called after each round with the drafts verified and the tokens committed of each row (none: the row
+    is idle); what it raises ends the run. InputError for prompts the target cannot take.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
     if concurrency is not None and concurrency < 1:
@@ -68,7 +70,7 @@ def stream(
     rows = min(concurrency or DEFAULT_CONCURRENCY, max(1, len(prompts)))
     settings = Settings(
         sampling, sampling if draft == "sample" else Sampling(), schedule or verify_all(), verify, frozenset(stop_ids),
-        rows, record, clock,
+        rows, record, clock, on_round,
     )  # fmt: skip
     requests = (
         Request(i, prompt, seed_list[i], budgets[i], Generation(tokenizer=target.tokenizer))

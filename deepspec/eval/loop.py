@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ from ..modeling.target import Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
 from .schedule import Choosy, Schedule
 from .verify import Rule, Verdict, agree, verify
+
+OnRound = Callable[[Sequence[int], Sequence[int]], object]
+"""Drafts verified and tokens committed, of each row."""
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Settings:
     """Requests in flight."""
     record: bool
     clock: Any
+    on_round: OnRound | None = None
 
 
 class Loop:
@@ -179,6 +183,8 @@ class Loop:
             with self._timed("draft"):
                 width = max(kept)
                 self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
+        if self.settings.on_round is not None:
+            self.settings.on_round([max(n - 1, 0) for n in counts], kept)
         confidence = proposal.confidence.tolist() if self.settings.record and G else [[0.0] * self.slots] * self.rows
         for row in range(self.rows):
             if on[row]:

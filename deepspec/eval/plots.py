@@ -1,48 +1,67 @@
-"""Pictures of result rows. matplotlib is optional, and used without its global state."""
+"""What all pictures share: a grid of panels, colours, saving. matplotlib is optional, and used without global state."""
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 MISSING = "no pictures: matplotlib is not installed; pip install deepspec[plot]"
+GREY = "0.6"
 
 
-def acceptance_by_slot(rows: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Write a PNG: a row of panels a task, a panel a temperature, a colour a drafter; conditional acceptance solid,
-    prefix acceptance dashed. False, and no file, where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        return False
-    tasks = list(dict.fromkeys(r["task"] for r in rows))
-    temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
-    colour = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["drafter"] for r in rows))}
-    size = (1.5 + 4 * len(temperatures), 0.7 + 3 * len(tasks))
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    panels = figure.subplots(len(tasks), len(temperatures), squeeze=False, sharex=True, sharey=True)
-    for row in rows:
-        panel = panels[tasks.index(row["task"])][temperatures.index(row["temperature"])]
-        for key, style in (("conditional", "o-"), ("prefix", "s--")):
-            rates = [float("nan") if r is None else r for r in row[f"accept_rates_{key}"]]
-            label = f"{row['drafter']}, {key}"
-            panel.plot(range(len(rates)), rates, style, color=colour[row["drafter"]], label=label, ms=4)
-    for t, task in enumerate(tasks):
-        for c, temperature in enumerate(temperatures):
-            panel = panels[t][c]
-            panel.set(title=f"{task}, temperature {temperature:g}", ylim=(0, 1.02))
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-            panel.grid(alpha=0.3)
-        panels[t][0].set_ylabel("acceptance")
-    for panel in panels[-1]:
-        panel.set_xlabel("slot")
-    panels[0][0].legend(fontsize=8)
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def grid(rows: int, columns: int, *, width: float = 4.0, height: float = 3.0, **shared: Any) -> tuple[Any, Any]:
+    """(figure, panels [rows, columns]) of `width` by `height` inches a panel; `shared` as in `Figure.subplots`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.0 + width * columns, 0.7 + height * rows), dpi=150, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    for panel in panels.flat:
+        panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
+    return figure, panels
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour a name, in the order in which they first appear."""
+    return {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(names))}
+
+
+def whole_numbers(axis: Any) -> None:
+    """Ticks of an axis at integers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def gaps(values: Sequence[float | None]) -> list[float]:
+    """None, what was not measured, as a gap in a line."""
+    return [float("nan") if v is None else v for v in values]
+
+
+def bars(panel: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], **options: Any) -> Any:
+    """Bars side by side: a group of them a place on the x axis, one a name of `series` [groups]. `options[name]` are
+    further arguments of its bars. Returns name -> centres of its bars."""
+    width = 0.8 / max(len(series), 1)
+    centres = {}
+    for i, (name, values) in enumerate(series.items()):
+        centres[name] = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
+        panel.bar(centres[name], gaps(values), width=0.9 * width, label=name, **options.get(name, {}))
+    panel.set_xticks(range(len(groups)), groups)
+    return centres
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     temporary = path.with_name(f".{path.name}")
     try:
-        canvas.print_png(str(temporary))
+        FigureCanvasAgg(figure).print_png(str(temporary))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return True

@@ -1,6 +1,6 @@
 """From what was decoded to figures. Pure functions; a figure that nothing was counted for is None, never 0 or NaN.
 
-Letters: N prompts, G slots. Every figure is one division of two sums, so neither the order of the prompts nor the way
+Letters: N answers, G slots. Every figure is one division of two sums, so neither the order of the prompts nor the way
 they were split into batches changes it.
 """
 
@@ -34,7 +34,7 @@ def committed(generations: Sequence[Decoded]) -> Array:
 
 
 def round_counts(generations: Sequence[Decoded]) -> Array:
-    """[N] rounds of each prompt."""
+    """[N] rounds of each answer."""
     return np.array([len(g.rounds) for g in generations], dtype=np.int64)
 
 
@@ -53,6 +53,16 @@ def verified_per_round(generations: Sequence[Decoded]) -> float | None:
     return ratio(sum(v for g in generations for v, _ in g.rounds), round_counts(generations).sum())
 
 
+def accepted_per_round(generations: Sequence[Decoded]) -> float | None:
+    """Drafted tokens that the target accepted per round."""
+    return ratio(sum(a for g in generations for _, a in g.rounds), round_counts(generations).sum())
+
+
+def wasted_per_round(generations: Sequence[Decoded]) -> float | None:
+    """Drafted tokens sent to the target and not accepted, per round."""
+    return ratio(sum(v - a for g in generations for v, a in g.rounds), round_counts(generations).sum())
+
+
 @dataclass(frozen=True)
 class AcceptRates:
     """Acceptance of each slot; slot 0 is the first after the anchor."""
@@ -61,6 +71,10 @@ class AcceptRates:
     """[G] accepted at g / rounds that verified g with every earlier slot accepted."""
     prefix: list[float | None]
     """[G] accepted through g / rounds that verified g."""
+    reached: list[int]
+    """[G] rounds that verified g with every earlier slot accepted."""
+    accepted: list[int]
+    """[G] rounds that accepted g, and so every earlier slot."""
 
 
 def accept_rates(generations: Sequence[Decoded], slots: int) -> AcceptRates:
@@ -70,15 +84,18 @@ def accept_rates(generations: Sequence[Decoded], slots: int) -> AcceptRates:
     slot = np.arange(slots)
     through = (accepted > slot).sum(0)
     seen = verified > slot
+    reached = (seen & (accepted >= slot)).sum(0)
     return AcceptRates(
-        conditional=[ratio(a, n) for a, n in zip(through, (seen & (accepted >= slot)).sum(0))],
+        conditional=[ratio(a, n) for a, n in zip(through, reached)],
         prefix=[ratio(a, n) for a, n in zip(through, seen.sum(0))],
+        reached=reached.tolist(),
+        accepted=through.tolist(),
     )
 
 
-def tau_interval(generations: Sequence[Decoded], seed: int = 0) -> Interval | None:
-    """95 % bootstrap interval of `tau` over prompts."""
-    return ratio_interval(committed(generations), round_counts(generations), seed)
+def tau_interval(generations: Sequence[Decoded], sample: Sequence[int] | None = None, seed: int = 0) -> Interval | None:
+    """95 % bootstrap interval of `tau` over prompts; sample [N] is the prompt of each answer, None: one each."""
+    return ratio_interval(_by(sample, committed(generations)), _by(sample, round_counts(generations)), seed)
 
 
 def ratio_interval(part: Column, whole: Column, seed: int = 0) -> Interval | None:
@@ -110,14 +127,21 @@ class Difference:
     interval: Interval | None
 
 
-def tau_difference(ours: Sequence[Decoded], theirs: Sequence[Decoded], seed: int = 0) -> Difference | None:
+def tau_difference(
+    ours: Sequence[Decoded],
+    theirs: Sequence[Decoded],
+    sample: Sequence[int] | None = None,
+    their_sample: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Difference | None:
     """Paired over prompts: each resample takes the same prompts for both. None where either has no rounds."""
-    if len(ours) != len(theirs):
-        raise ValueError(f"a paired difference needs the same prompts: {len(ours)} and {len(theirs)}")
+    columns = [_by(sample, f(ours)) for f in (committed, round_counts)]
+    columns += [_by(their_sample, f(theirs)) for f in (committed, round_counts)]
+    if len(columns[0]) != len(columns[2]):
+        raise ValueError(f"a paired difference needs the same prompts: {len(columns[0])} and {len(columns[2])}")
     a, b = tau(ours), tau(theirs)
     if a is None or b is None:
         return None
-    columns = [committed(ours), round_counts(ours), committed(theirs), round_counts(theirs)]
     return Difference(a - b, _percentiles(_resampled(columns, seed, lambda p, w, q, v: p / w - q / v)))
 
 
@@ -151,6 +175,11 @@ def _loops(tokens: Sequence[int], longest: int, least: int) -> bool:
         if tail[period:] == tail[:-period]:
             return True
     return False
+
+
+def _by(sample: Sequence[int] | None, column: Array) -> Array:
+    """column [N] summed over the answers of each prompt: answers of one conversation are not independent."""
+    return column if sample is None else np.bincount(sample, column)
 
 
 def _resampled(columns: Sequence[Column], seed: int, figure: Any) -> Array:

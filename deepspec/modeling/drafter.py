@@ -111,6 +111,11 @@ class DrafterConfig(Checked, ABC):
         """How many of the target's tokens the drafter will draft from; None: all."""
         return None
 
+    @property
+    def confidence_temperatures(self) -> tuple[float, ...]:
+        """What divides each slot's confidence logit [G]; empty: as trained."""
+        return ()
+
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         """ConfigError where these settings cannot fit a target of `num_layers` layers and `vocab_size` embedding rows.
 

@@ -26,6 +26,8 @@ class DSparkConfig(BlockConfig):
     """The confidence head also reads the embedding of the token before (where markov_rank > 0)."""
     confidence_stop_gradient: bool = False
     """The confidence loss trains its own head only, not the backbone."""
+    confidence_temperatures: tuple[float, ...] = ()
+    """What divides each slot's confidence logit in decoding, one a slot (deepspec.eval.calibrate); empty: nothing."""
     draft_vocab_size: int | None = None
     """Vd: how many of the target's tokens can be drafted; None: all."""
 
@@ -35,6 +37,12 @@ class DSparkConfig(BlockConfig):
         require(
             self.draft_vocab_size is None or self.draft_vocab_size >= 1,
             f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
+        )
+
+        slots = self.block_size if self.sample_from_anchor else self.block_size - 1
+        require(
+            len(self.confidence_temperatures) in (0, slots) and min(self.confidence_temperatures, default=1.0) > 0,
+            f"drafter.confidence_temperatures must hold {slots} numbers > 0, got {self.confidence_temperatures}",
         )
 
     @property
@@ -106,4 +114,7 @@ class DSpark(BlockDrafter):
                 prev = self.vocab.to_target(drawn[-1])
             tokens, probs = self.vocab.full(torch.stack(drawn, 1), laws)
         before = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
-        return Proposal(tokens, probs, self.confidence(hidden, before).float().sigmoid())
+        confidence = self.confidence(hidden, before).float()
+        if self.config.confidence_temperatures:
+            confidence = confidence / confidence.new_tensor(self.config.confidence_temperatures)
+        return Proposal(tokens, probs, confidence.sigmoid())

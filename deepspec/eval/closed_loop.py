@@ -1,0 +1,144 @@
+"""Closed-loop load: so many users, each of whom asks again as soon as an answer is there. For real, and simulated.
+
+Letters: R users, that is requests in flight, B tokens in a verification batch, G slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..modeling.drafter import Drafter
+from ..modeling.target import Target
+from ..sampling import Sampling
+from .calibration import survival
+from .cost import Profile
+from .generate import stream
+from .rounds import BUDGET, Enough, RoundLog, Time
+from .schedule import Choosy, Schedule
+from .traces import Trace
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server did under R users. Prefill is left out: it is the same whatever is verified."""
+
+    users: int
+    tokens: int
+    seconds: float
+    rounds: int
+    verified: int
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second of all users."""
+        return self.tokens / self.seconds
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of one user."""
+        return self.throughput / self.users
+
+    @property
+    def verification_length(self) -> float:
+        """Drafts verified a request and round."""
+        return self.verified / (self.rounds * self.users)
+
+
+def serve(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    schedule: Schedule | None,
+    users: int,
+    *,
+    seconds: float,
+    warmup: int = 8,
+    sampling: Sampling,
+    seed: int = 0,
+    clock: Time = "wall",
+    tick: Callable[[], object] = lambda: None,
+) -> Load:
+    """Serve for about `seconds`, after `warmup` rounds that are not counted. drafter None is no speculation. Users take
+    the prompts in turn; `tick` is called once a round."""
+
+    def enough(log: RoundLog) -> bool:
+        tick()
+        return len(log.rounds) > warmup and sum(r.seconds for r in log.rounds[warmup:]) >= seconds
+
+    log = RoundLog(target.device, enough, clock)
+    endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
+    with contextlib.suppress(Enough):
+        for _ in stream(
+            target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
+            stop_ids=target.stop_ids, seed=seed, concurrency=users, clock=log, on_round=log,
+        ):  # fmt: skip
+            pass
+    rounds = [r for r in log.rounds[warmup:] if r.requests == users]
+    return Load(
+        users,
+        sum(r.committed for r in rounds),
+        sum(r.seconds for r in rounds),
+        len(rounds),
+        sum(r.verified for r in rounds),
+    )
+
+
+def simulate(
+    traces: Sequence[Trace],
+    temperatures: Sequence[float],
+    profile: Profile,
+    schedule: Schedule | None,
+    users: int,
+    *,
+    rounds: int = 1000,
+    warmup: int = 50,
+    seed: int = 0,
+) -> Load:
+    """What `serve` would measure where a round costs what the profile says and proposals are like the recorded ones.
+
+    Each user takes a random trace, from a random round on, then the next; a round moves one step on in it, whatever was
+    verified. temperatures [G] scale the recorded logits. schedule None is no speculation.
+    """
+    rng = np.random.default_rng(seed)
+    cost = profile.cost
+    confidence = [_conditional(t.logits, temperatures) for t in traces]
+    which = rng.integers(len(traces), size=users)
+    place = np.array([rng.integers(len(traces[w].survived)) for w in which])
+    active, slots = torch.ones(users, dtype=torch.bool), traces[0].logits.shape[1]
+    plain = cost.plain(users) if schedule is not None else profile.without_drafter(users)
+    drafting = float(cost.step(users, np.array([users]))[0]) - plain
+    choosy = schedule if isinstance(schedule, Choosy) else None
+    tokens = verified = 0
+    seconds = 0.0
+    for n in range(warmup + rounds):
+        lengths = np.zeros(users, dtype=np.int64)
+        spent = plain
+        wanted = active & (choosy.wants(active) if choosy is not None else schedule is not None)
+        if schedule is not None and wanted.any():
+            now = torch.from_numpy(np.stack([confidence[w][p] for w, p in zip(which, place)])) * wanted[:, None]
+            lengths = schedule(now, active, torch.where(wanted, slots, 0)).numpy()
+            more = cost.step(users, np.array([users, users + int(lengths.sum())]))
+            # a draft for a few costs its share, and so does what is verified
+            spent += drafting * float(wanted.double().mean()) + float(more[1] - more[0])
+        accepted = np.minimum(lengths, [traces[w].survived[p] for w, p in zip(which, place)])
+        if n >= warmup:
+            tokens += users + int(accepted.sum())
+            verified += int(lengths.sum())
+            seconds += spent
+        place += 1
+        for i in np.flatnonzero(place >= [len(traces[w].survived) for w in which]):
+            which[i], place[i] = rng.integers(len(traces)), 0
+    return Load(users, tokens, seconds, rounds, verified)
+
+
+def _conditional(logits: Array, temperatures: Sequence[float]) -> Array:
+    """[n, G] conditional confidences."""
+    return np.stack([survival(logits[:, g : g + 1], [t])[:, 0] for g, t in enumerate(temperatures)], 1)

@@ -1,0 +1,235 @@
+"""`python -m deepspec.eval.load`: throughput under closed-loop load, measured and simulated."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cli import main
+from .arguments import add_models, load_models, load_prompts, whole_numbers
+from .options import Parser
+
+if TYPE_CHECKING:
+    from .closed_loop import Load
+    from .cost import Profile
+
+Row = dict[str, Any]
+NONE = "no speculation"
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m deepspec.eval.load",
+        description="Serve so many users at once, each asking again as soon as an answer is there, with each schedule; "
+        "and simulate the same from a profile and recorded rounds. --simulate does only that, for hardware that is not "
+        "here.",
+    )
+    add_models(p)
+    p.add("--prompts", type=Path, help="JSONL of prompts; not needed with --simulate")
+    p.add("--concurrency", type=whole_numbers, default="1,4,16,32", help="numbers of users, with commas between")
+    p.add("--schedule", nargs="+", default=["verify_all", "threshold:0.5", "throughput", "lagged"], help="schedules")
+    p.add(
+        "--profile", type=Path, help="of deepspec.eval.profile; measured here by default, and written beside the rest"
+    )
+    p.add("--traces", type=Path, help="traces.jsonl of deepspec.eval.calibrate, for the simulation; none without it")
+    p.add("--sts", type=Path, help="sts.json of deepspec.eval.calibrate; by default the drafter's own temperatures")
+    p.add("--seconds", type=float, default=5.0, help="how long each is served, after a warm-up")
+    p.add("--repeats", type=int, default=3, help="how often, in turns; the median counts")
+    p.add_argument("--simulate", action="store_true", help="only simulate, from --profile and --traces")
+    return p
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+
+    from ..cache import writable_dir, write_text
+    from ..checked import InputError
+    from . import plots
+    from .cost import ANY, load_profile
+    from .settings import make_schedule
+
+    if args.simulate and (args.profile is None or args.traces is None):
+        raise InputError("--simulate needs --profile and --traces")
+    if not args.simulate and args.prompts is None:
+        raise InputError("--prompts is missing; what should the users ask?")
+    profile = None if args.profile is None else load_profile(args.profile)
+    for name in args.schedule:
+        make_schedule(name, ANY)
+    writable_dir(args.out, "--out")
+    real: dict[tuple[str, int], list[Load]] = {}
+    if not args.simulate:
+        profile, real = measure(args, profile)
+    assert profile is not None
+    simulated = dict(simulations(args, profile))
+    rows = [
+        row(name, users, real.get((name, users), []), simulated.get((name, users)))
+        for users in args.concurrency
+        for name in (NONE, *args.schedule)
+    ]
+    print(table(rows))
+    settings = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
+    write_text(args.out / "load.md", markdown(rows))
+    write_text(args.out / "load.json", json.dumps({"rows": rows, "settings": settings}, indent=1) + "\n")
+    if plots.available():
+        plots.save(picture(rows), args.out / "load.png")
+    print(f"written: {args.out}")
+
+
+def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[str, int], list[Load]]]":
+    """The profile, and what was served (schedule, users) -> one a repeat; schedules take turns."""
+    from tqdm import tqdm
+
+    from ..cache import write_text
+    from ..sampling import Sampling
+    from .closed_loop import serve
+    from .profile import make
+    from .rounds import BUDGET
+    from .settings import make_schedule
+
+    target, drafter = load_models(args)
+    prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET)]
+    sampling = Sampling(temperature=args.temperature)
+    if profile is None:
+        profile, _ = make(target, drafter, prompts, args.concurrency, sampling, seed=args.seed, clock=args.clock)
+        write_text(args.out / "profile.json", profile.to_json())
+    names = (NONE, *args.schedule)
+    found: dict[tuple[str, int], list[Load]] = {(name, users): [] for users in args.concurrency for name in names}
+    with tqdm(total=len(found) * args.repeats, unit="run", desc="load", disable=None) as bar:
+        for repeat in range(args.repeats):
+            for users in args.concurrency:
+                for turn in range(len(names)):
+                    name = names[(turn + repeat) % len(names)]
+                    schedule = None if name == NONE else make_schedule(name, profile.cost)
+                    one = serve(
+                        target,
+                        drafter if schedule is not None else None,
+                        prompts,
+                        schedule,
+                        users,
+                        seconds=args.seconds,
+                        sampling=sampling,
+                        seed=args.seed + 100_000 * repeat,
+                        clock=args.clock,
+                    )
+                    found[name, users].append(one)
+                    bar.update()
+    return profile, found
+
+
+def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":
+    """(schedule, users), and what the simulation says; nothing without traces."""
+    from .closed_loop import simulate
+    from .settings import make_schedule
+    from .traces import load_traces
+
+    if args.traces is None:
+        return
+    _, traces = load_traces(args.traces)
+    temperatures = temperatures_of(args, traces[0].logits.shape[1])
+    for users in args.concurrency:
+        for name in (NONE, *args.schedule):
+            schedule = None if name == NONE else make_schedule(name, profile.cost)
+            yield (name, users), simulate(traces, temperatures, profile, schedule, users, seed=args.seed)
+
+
+def temperatures_of(args: Any, slots: int) -> list[float]:
+    """[G] of --sts, of the drafter's config.json, or 1; InputError where --sts is for another block size."""
+    from ..checked import InputError
+    from ..hub.native import find_drafter, read_config
+    from .calibration import load_sts
+
+    if args.sts is not None:
+        found = load_sts(args.sts)
+        if len(found) != slots:
+            raise InputError(f"{args.sts} holds {len(found)} temperatures; the traces have {slots} slots")
+        return found
+    section = read_config(find_drafter(args.drafter)).get("deepspec") or {}
+    return list((section.get("drafter") or {}).get("confidence_temperatures") or [1.0] * slots)
+
+
+def row(name: str, users: int, real: "Sequence[Load]", simulated: "Load | None") -> Row:
+    """The figures of a schedule under so many users; None where nothing was measured or simulated."""
+    found: Row = {"schedule": name, "users": users}
+    for kind, loads in (("measured", real), ("simulated", [simulated] if simulated else [])):
+        for figure in ("throughput", "speed", "verification_length"):
+            values = [getattr(one, figure) for one in loads]
+            found[f"{kind}_{figure}"] = statistics.median(values) if values else None
+    found["measured_throughputs"] = [one.throughput for one in real]
+    found["rounds"] = sum(one.rounds for one in real)
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a schedule and number of users."""
+    lines = ["users  schedule          tokens/s  a user  drafts verified   simulated  off by  drafts verified"]
+    for r in rows:
+        cells = [f"{r['users']:5d}  {r['schedule']:16s}"]
+        for kind in ("measured", "simulated"):
+            speed, verified = r[f"{kind}_throughput"], r[f"{kind}_verification_length"]
+            cells.append(f"{_number(speed, '8.1f')}")
+            cells.append(f"{_number(r['measured_speed'], '6.1f')}" if kind == "measured" else f"{_off(r):>6s}")
+            cells.append(f"{_number(verified, '15.2f')}" + ("   " if kind == "measured" else ""))
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The same as Markdown: schedules as columns, tokens a second (drafts verified a request and round)."""
+    names = list(dict.fromkeys(r["schedule"] for r in rows))
+    lines = ["| users | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for kind in ("measured", "simulated"):
+        these = [r for r in rows if r[f"{kind}_throughput"] is not None]
+        for users in dict.fromkeys(r["users"] for r in these):
+            cells = [
+                f"{r[f'{kind}_throughput']:.1f} ({r[f'{kind}_verification_length']:.2f})"
+                for r in these
+                if r["users"] == users
+            ]
+            lines.append(f"| {users}{'' if kind == 'measured' else ', simulated'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-".rjust(int(form.partition(".")[0])) if value is None else format(value, form)
+
+
+def _off(r: Row) -> str:
+    real, simulated = r["measured_throughput"], r["simulated_throughput"]
+    return "-" if real is None or simulated is None else f"{simulated / real - 1:+.1%}"
+
+
+def picture(rows: Sequence[Row]) -> Any:
+    """Throughput against a user's speed (Figure 7 of the paper), and throughput and mean verification length against
+    the number of users (Figure 8). Measured solid, simulated dashed."""
+    from . import plots
+
+    figure, panels = plots.grid(1, 3)
+    colour = plots.colours(r["schedule"] for r in rows)
+    pairs = (("speed", "throughput"), ("users", "throughput"), ("users", "verification_length"))
+    for name in colour:
+        these = [r for r in rows if r["schedule"] == name]
+        for kind, style in (("measured", "o-"), ("simulated", "x--")):
+            if all(r[f"{kind}_throughput"] is None for r in these):
+                continue
+            for panel, (x, y) in zip(panels[0], pairs):
+                if name == NONE and y == "verification_length":
+                    continue
+                across = [r["users"] if x == "users" else r[f"{kind}_{x}"] for r in these]
+                panel.plot(
+                    across, [r[f"{kind}_{y}"] for r in these], style, ms=4, color=colour[name], label=f"{name}, {kind}"
+                )
+    labels = {
+        "speed": "tokens/s of one user",
+        "users": "users",
+        "throughput": "tokens/s of all",
+        "verification_length": "drafts verified a request",
+    }
+    for panel, (x, y) in zip(panels[0], pairs):
+        panel.set(xlabel=labels[x], ylabel=labels[y], ylim=(0, None), **({"xscale": "log"} if x == "users" else {}))
+    panels[0][0].legend(fontsize=6)
+    return figure
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,94 @@
+"""The options that `python -m deepspec.eval` and its studies share. Imports nothing heavy: --help answers at once."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from .settings import EvalConfig
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one line, as everywhere else, and whose help says the defaults."""
+
+    def error(self, message: str) -> NoReturn:
+        from ..checked import InputError
+
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+    def add(self, name: str, *, help: str, default: Any = None, **more: Any) -> None:
+        """Add an option."""
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        self.add_argument(name, default=default, help=help if default is None else f"{help} (default: {shown})", **more)
+
+
+def add_run_options(p: Parser, *, equality: str) -> None:
+    """What every run needs: tasks, output, how the target answers, where it runs. `equality`: that option's default."""
+    p.add("--target", help="directory, hub id or GGUF file; by default the one named in the drafter's config.json")
+    p.add(
+        "--tasks",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="A,B",
+        help="JSONL of `turns`, or benchmarks of the paper",
+    )
+    p.add("--out", type=Path, required=True, help="directory for results.json, results.html and the rest")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --out: skip what is finished")
+    p.add("--limit", type=int, help="prompts of each task, spread over it; all by default")
+    p.add("--max-new-tokens", type=int, default=256, help="tokens a prompt")
+    p.add("--temperature", type=float, nargs="+", default=[0.0], help="one run for each")
+    p.add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    p.add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass")
+    p.add("--min-p", type=float, default=0.0, help="drop tokens less likely than this times the likeliest")
+    p.add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the timed runs")
+    p.add("--device", default="auto", help="where the models run: auto, cpu, cuda, cuda:1, ...")
+    p.add("--concurrency", type=int, default=1, help="requests in flight")
+    p.add("--seed", type=int, default=0, help="prompt i is decoded with seed + i")
+    p.add("--equality", default=equality, help="prompts of the losslessness check: a number, all, or 0 to skip")
+    p.add("--thinking", choices=["on", "off", "auto"], default="auto", help="handed to the chat template")
+    p.add("--turns", choices=["first", "all"], default="first", help="of a prompt; later ones follow its own answers")
+    p.add("--verify", nargs="+", choices=["token", "block"], default=["token"], help="rule of verification, or both")
+    p.add("--draft", nargs="+", choices=["sample", "greedy"], default=["sample"], help="draft tokens, or both ways")
+    p.add("--repeats", type=int, default=1, help="how often each timing is taken")
+    p.add("--warmup", type=int, default=2, help="prompts decoded before the timings")
+
+
+def eval_config(args: argparse.Namespace, schedule: Sequence[str]) -> "EvalConfig":
+    """The settings that the options of `add_run_options` say; InputError where one of them cannot be."""
+    from .settings import EvalConfig
+
+    return EvalConfig(
+        max_new_tokens=args.max_new_tokens,
+        temperatures=tuple(args.temperature),
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        schedule=tuple(schedule),
+        concurrency=args.concurrency,
+        seed=args.seed,
+        limit=args.limit,
+        equality=_equality(args.equality),
+        repeats=args.repeats,
+        warmup=args.warmup,
+        verify=tuple(args.verify),
+        draft=tuple(args.draft),
+        thinking=args.thinking,
+        turns=args.turns,
+    )
+
+
+def task_names(args: argparse.Namespace) -> list[str]:
+    """--tasks takes names apart by spaces and by commas."""
+    return [name for group in args.tasks for name in group.split(",") if name]
+
+
+def _equality(text: str) -> int | None:
+    from ..checked import InputError
+
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--equality must be a number of prompts or all, got {text!r}")
+    return int(text)

@@ -1,0 +1,158 @@
+"""How long a round takes, by requests in flight and tokens verified: measured on the decoding loop itself, warm.
+
+Letters: R requests in flight, G slots, B tokens in a verification batch, n rounds, k knots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..modeling.drafter import Drafter
+from ..modeling.target import Target
+from ..sampling import Sampling
+from .cost import Additive, StepsPerSecond
+from .generate import stream
+from .rounds import BUDGET, Enough, RoundLog, Time
+
+Array = np.ndarray[Any, Any]
+
+OFF = -1
+"""In the plan of a probe: a round without drafting."""
+WARMUP = 3
+"""Rounds before the first that counts."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of a round at R requests in flight."""
+
+    requests: int
+    plain: float
+    """Without any drafter."""
+    off: float
+    """With a drafter that observes and does not draft."""
+    step: dict[int, float]
+    """Verified tokens B -> seconds of a round that drafts for all rows and verifies B."""
+
+
+class Probe:
+    """A schedule that verifies as many drafts as planned, spread over the rows as evenly as can be."""
+
+    name = "probe"
+
+    def __init__(self, plan: Sequence[int]) -> None:
+        self.plan, self.round = plan, -1
+
+    def wants(self, active: Tensor) -> Tensor:
+        self.round += 1
+        return active & (self._drafts() != OFF)
+
+    def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
+        each, more = divmod(self._drafts(), int(active.sum()))
+        return torch.minimum(each + (active.cumsum(0) <= more).long(), room) * active
+
+    def _drafts(self) -> int:
+        return self.plan[min(self.round, len(self.plan) - 1)]
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    requests: int,
+    *,
+    repeats: int = 7,
+    sizes: int = 8,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    clock: Time = "wall",
+    tick: Callable[[], object] = lambda: None,
+) -> Measured:
+    """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G and with drafting off, each
+    `repeats` times in a random order, after a warm-up. `tick` is called once a round. Prompts are taken in turn."""
+    slots = drafter.num_slots
+    kinds = [OFF, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
+    plan = [*[kinds[-1]] * WARMUP, *np.random.default_rng(seed).permutation(kinds * repeats).tolist()]
+
+    def rounds(drafter: Drafter | None, schedule: Any, number: int) -> list[float]:
+        def enough(log: RoundLog) -> bool:
+            tick()
+            return len(log.rounds) >= number
+
+        log = RoundLog(target.device, enough, clock)
+        endless = [prompts[i % len(prompts)] for i in range(requests * (2 + number * (slots + 1) // BUDGET))]
+        with contextlib.suppress(Enough):
+            for _ in stream(
+                target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
+                concurrency=requests, clock=log, on_round=log,
+            ):  # fmt: skip
+                pass
+        return [r.seconds for r in log.rounds]
+
+    seconds = defaultdict(list)
+    for kind, spent in list(zip(plan, rounds(drafter, Probe(plan), len(plan))))[WARMUP:]:
+        seconds[kind].append(spent)
+    plain = rounds(None, None, WARMUP + repeats)[WARMUP:]
+    medians = {kind: float(np.median(spent)) for kind, spent in seconds.items()}
+    off = medians.pop(OFF)
+    return Measured(requests, float(np.median(plain)), off, {requests + k: s for k, s in sorted(medians.items())})
+
+
+def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
+    """How often `measure` ticks."""
+    return 2 * WARMUP + repeats * (2 + min(sizes, requests * slots + 1))
+
+
+def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:
+    """The additive cost that fits the measurements best in relative terms, and its largest relative error.
+
+    theta is linear between knots, one for each power of two in between the smallest and the largest batch; with few
+    measurements this keeps it as smooth as they justify.
+    """
+    measured = sorted(measured, key=lambda m: m.requests)
+    points = [(i, b, s) for i, m in enumerate(measured) for b, s in m.step.items()]
+    tokens = np.array([b for _, b, _ in points], dtype=np.float64)
+    seconds = np.array([s for _, _, s in points])
+    knots = np.unique(
+        [tokens.min(), *2.0 ** np.arange(np.ceil(np.log2(tokens.min())), np.log2(tokens.max())), tokens.max()]
+    )
+    hats = np.stack([np.interp(tokens, knots, row) for row in np.eye(len(knots))], 1)  # [n, k]
+    groups = np.array([[float(i == j) for j in range(1, len(measured))] for i, _, _ in points]).reshape(len(points), -1)
+    weight = 1 / seconds
+    solved = np.linalg.lstsq(np.hstack([groups, hats]) * weight[:, None], np.ones(len(points)), rcond=None)[0]
+    # more requests or more tokens are never quicker: what says so is noise
+    alpha = np.concatenate([[0.0], solved[: groups.shape[1]]]).clip(0)
+    theta = np.maximum.accumulate(solved[groups.shape[1] :].clip(1e-9))
+    bias = float(theta[0]) / 2
+    cost = Additive(
+        bias_seconds=bias,
+        bs_probes=tuple(m.requests for m in measured),
+        alpha_seconds=tuple(alpha.tolist()),
+        m_probes=tuple(int(k) for k in knots),
+        theta_seconds=tuple((theta - bias).tolist()),
+    )
+    # so that a round without drafting costs what was measured
+    draft = [max(float(cost.step(m.requests, np.array([m.requests]))[0]) - m.off, 0.0) for m in measured]
+    cost = dataclasses.replace(cost, draft_seconds=tuple(draft))
+    fitted = np.array([cost.step(measured[i].requests, np.array([b]))[0] for i, b, _ in points])
+    return cost, float(np.abs(fitted / seconds - 1).max())
+
+
+def table(cost: Additive) -> StepsPerSecond:
+    """The same as steps per second by batch tokens alone, at the most requests profiled that such a batch can hold."""
+    tokens = sorted({*cost.m_probes, *cost.bs_probes})
+    most = [max((r for r in cost.bs_probes if r <= b), default=cost.bs_probes[0]) for b in tokens]
+    return StepsPerSecond(
+        sample_batch_tokens=tuple(tokens),
+        sample_steps_per_sec=tuple(float(1 / cost.step(r, np.array([b]))[0]) for r, b in zip(most, tokens)),
+        max_batch_tokens=tokens[-1],
+    )

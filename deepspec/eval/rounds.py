@@ -1,0 +1,69 @@
+"""Watching the decoding loop round by round: how long each took, what it verified and what it committed."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+BUDGET = 64
+"""Tokens of an answer where rounds are timed; the next request takes its row."""
+
+
+@dataclass(frozen=True)
+class Round:
+    seconds: float
+    """Since the round before, prefill apart."""
+    requests: int
+    """Rows that were active."""
+    verified: int
+    """Drafts verified, over all rows."""
+    committed: int
+    """Tokens committed, over all rows."""
+
+
+class Enough(Exception):
+    """Ends the loop from inside; whoever started it expects it."""
+
+
+Time = Literal["wall", "cpu"]
+
+
+class RoundLog:
+    """The rounds of a run: `stream`'s clock and its `on_round` in one. The loop ends when `enough(self)` says so."""
+
+    def __init__(self, device: torch.device, enough: Callable[["RoundLog"], bool], clock: Time = "wall") -> None:
+        """clock cpu counts this process's own seconds of CPU: with one thread, what the wall would show were no other
+        process on the machine."""
+        self.rounds: list[Round] = []
+        self.prefill = 0.0
+        """Seconds of prefill so far."""
+        self._device, self._enough, self._clock = device, enough, clock
+        self._mark = self._now()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the body where it is prefill, and leave that out of the round around it."""
+        if name != "prefill":
+            yield
+            return
+        began = self._now()
+        yield
+        spent = self._now() - began
+        self.prefill += spent
+        self._mark += spent
+
+    def __call__(self, verified: Sequence[int], kept: Sequence[int]) -> None:
+        """A round is over. verified, kept [B]: drafts verified, tokens committed of each row; kept 0: it was idle."""
+        now = self._now()
+        self.rounds.append(Round(now - self._mark, sum(k > 0 for k in kept), sum(verified), sum(kept)))
+        self._mark = now
+        if self._enough(self):
+            raise Enough
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() if self._clock == "wall" else time.process_time()

@@ -1,0 +1,255 @@
+"""Laws of profiles measured, of load served and of load simulated; and their commands on a random target.
+
+Letters: R requests or users, G slots.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import G, Planned, make_drafter, target
+
+import deepspec
+from deepspec import InputError, Sampling
+from deepspec.eval import arguments, calibrate, load, plots, profile, rounds
+from deepspec.eval.closed_loop import Load, serve, simulate
+from deepspec.eval.cost import Additive, Profile, load_profile
+from deepspec.eval.probing import OFF, Measured, Probe, additive, measure, number_of_rounds, table
+from deepspec.eval.schedule import threshold, verify_all
+from deepspec.eval.throughput import throughput
+from deepspec.eval.traces import Trace
+
+COST = Additive(
+    bias_seconds=0.01, bs_probes=(1, 8), alpha_seconds=(0.002, 0.016),
+    m_probes=(1, 64), theta_seconds=(0.0, 0.063), draft_seconds=(0.002, 0.016),
+)  # fmt: skip
+
+
+# -- watching rounds ---------------------------------------------------------------------------------------------------
+
+
+def test_a_round_lasts_from_the_last_one_to_its_end_prefill_apart(monkeypatch):
+    """By a clock that ticks one second a look: prefill is taken out of the round it delays, other parts are not."""
+    monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
+    log = rounds.RoundLog(torch.device("cpu"), lambda log: len(log.rounds) == 3)  # looks: 0
+    log([2, 0], [3, 0])  # 1
+    with log.part("prefill"):  # 2, 3
+        pass
+    with log.part("verify"):
+        pass
+    log([1, 1], [1, 2])  # 4, of which one was prefill
+    with pytest.raises(rounds.Enough):
+        log([0, 0], [1, 1])
+    assert log.rounds[0] == rounds.Round(seconds=1, requests=1, verified=2, committed=3)
+    assert log.rounds[1] == rounds.Round(seconds=2, requests=2, verified=2, committed=3)
+    assert log.prefill == 1
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_verifies_what_was_planned():
+    """As evenly as can be over active rows, nothing beyond a row's room, no draft in a round that is off."""
+    active, room = torch.tensor([True, False, True, True]), torch.full((4,), 9)
+    probe = Probe([7, OFF, 0])
+    assert probe.wants(active).tolist() == active.tolist()
+    assert probe(torch.ones(4, 5), active, room).tolist() == [3, 0, 2, 2]
+    assert not probe.wants(active).any()
+    assert probe.wants(active).any() and probe(torch.ones(4, 5), active, room).tolist() == [0] * 4
+    probe = Probe([9])
+    probe.wants(active)
+    assert probe(torch.ones(4, 5), active, torch.tensor([1, 9, 9, 9])).tolist() == [1, 0, 3, 3]
+
+
+def test_the_fit_recovers_an_additive_cost():
+    """Measurements that are a sum of a cost of requests and one of tokens, bent at powers of two, are fitted to
+    rounding, drafting included; the table is the same at the most requests a batch can hold."""
+    knots = np.array([1, 2, 4, 8, 16, 32, 64])
+    theta = np.array([5.0, 5, 5.5, 7, 11, 20, 39])
+    alpha = {1: 1.0, 4: 2.0, 16: 7.0}
+    measured = [
+        Measured(r, 0.0, a + np.interp(r, knots, theta) - 0.25 * r,
+                 {b: a + float(np.interp(b, knots, theta)) for b in range(r, 4 * r + 1, max(1, r // 4))})
+        for r, a in alpha.items()
+    ]  # fmt: skip
+    cost, error = additive(measured)
+    assert error < 1e-9 and cost.bias_seconds > 0
+    for m in measured:
+        assert np.allclose(cost.step(m.requests, np.array(list(m.step))), list(m.step.values()))
+        assert cost.plain(m.requests) == pytest.approx(m.off)
+    steps = table(cost)
+    assert steps.max_batch_tokens == 64
+    for tokens, rate in zip(steps.sample_batch_tokens, steps.sample_steps_per_sec):
+        r = max(r for r in alpha if r <= tokens)
+        assert rate == pytest.approx(1 / float(cost.step(r, np.array([tokens]))[0]))
+
+
+def test_noise_never_makes_a_cost_negative():
+    """With measurements that are noise alone, every cost is positive and grows with tokens; a round without drafting
+    costs what was measured, or less."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        measured = [
+            Measured(r, 1.0, 0.1 + rng.random(), {b: 0.1 + rng.random() for b in range(r, 5 * r + 1, r)})
+            for r in (1, 3)
+        ]
+        cost, _ = additive(measured)
+        for m in measured:
+            steps = cost.step(m.requests, np.arange(m.requests, 5 * m.requests + 1))
+            assert steps.min() > 0 and (np.diff(steps) >= -1e-12).all()
+            assert 0 < cost.plain(m.requests) <= m.off + 1e-9
+
+
+def test_a_fit_of_one_measurement_is_possible():
+    cost, error = additive([Measured(2, 1.0, 1.0, {2: 1.5})])
+    assert error < 1e-9 and cost.plain(2) == pytest.approx(1.0)
+
+
+def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
+    """From 0 drafts to all, as many rounds as announced, medians positive; with a clock of one second a look, a second
+    each."""
+    monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
+    tgt, ticks = target(), []
+    found = measure(
+        tgt, make_drafter("vanilla", tgt), [[3, 1, 4], [1, 5]], 3, repeats=2, sizes=4, tick=lambda: ticks.append(1)
+    )
+    assert list(found.step) == [3, 7, 11, 3 + 3 * G]
+    assert len(ticks) == number_of_rounds(G, 3, 2, 4)
+    assert {found.plain, found.off, *found.step.values()} <= {1.0, 2.0}
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_served_is_counted(monkeypatch):
+    """An oracle's users get G + 1 tokens a round each, all drafts verified; without a drafter it is one. The first
+    rounds do not count; time is what the rounds took."""
+    monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
+    tgt = target()
+    prompts = [[3, 1, 4], [1, 5]]
+    known = [p + g.tokens for p, g in zip(prompts, deepspec.generate(tgt, None, prompts, max_new_tokens=80))]
+    oracle = Planned(tgt, known, G)
+    settings = dict(seconds=9.5, warmup=2, sampling=Sampling())
+    full = serve(tgt, oracle, prompts, verify_all(), 2, **settings)
+    assert full.rounds == 10 and full.tokens == 2 * (G + 1) * full.rounds and full.verification_length == G
+    assert full.throughput == pytest.approx(full.tokens / full.seconds) and full.speed == pytest.approx(
+        full.throughput / 2
+    )
+    plain = serve(tgt, None, prompts, None, 2, **settings)
+    assert plain.tokens == 2 * plain.rounds and plain.verified == 0
+
+
+def traces(survived: int, chance: float = 0.9, n: int = 20) -> list[Trace]:
+    logits = np.full((n, G), np.log(chance / (1 - chance)))
+    return [Trace(f"t{i}", logits, np.full(n, survived)) for i in range(5)]
+
+
+def test_a_simulation_is_the_cost_and_the_traces():
+    """With traces that always say the same the figures follow by hand: what is verified, what survives of it, what a
+    round costs with and without drafting, and without a drafter."""
+    R, ones = 4, [1.0] * G
+    bench = Profile(COST, {"plain_seconds": [0.01, 0.02]})
+    full = simulate(traces(2), ones, bench, verify_all(), R, rounds=30)
+    seconds = float(COST.step(R, np.array([R + R * G]))[0])
+    assert full == Load(R, 30 * R * 3, pytest.approx(30 * seconds), 30, 30 * R * G)
+    none = simulate(traces(2), ones, bench, None, R, rounds=30)
+    assert none.tokens == 30 * R and none.seconds == pytest.approx(30 * np.interp(R, [1, 8], [0.01, 0.02]))
+    # the temperatures count: at 0.9 ** (1 / 10) or so everything passes, as it is nothing does
+    assert simulate(traces(2), ones, bench, threshold(0.95), R, rounds=30).verified == 0
+    assert simulate(traces(2), [0.1] * G, bench, threshold(0.95), R, rounds=30).verified == 30 * R * G
+
+
+def test_a_simulation_without_hope_is_nearly_plain():
+    """Where nothing survives, the scheduler drafts for a row in sixteen once in sixteen rounds and pays for that."""
+    bench = Profile(COST)
+    hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=320)
+    assert hopeless.tokens == 320 * 8 and hopeless.verified == 0
+    assert 1 < hopeless.seconds / (320 * COST.plain(8)) < 1.01
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(monkeypatch, tmp_path):
+    """Random models in place of those the arguments name; the drafter lies in a directory, prompts in a file."""
+    tgt = target()
+    make_drafter("vanilla", tgt).save(tmp_path / "drafter")
+    lines = [{"id": str(i), "prompt_ids": [3, 1, 4 + i]} for i in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+    def found(args):
+        return tgt, deepspec.load_drafter(args.drafter, tgt)
+
+    for module in (calibrate, load, profile):
+        monkeypatch.setattr(module, "load_models", found)
+    return ["--drafter", str(tmp_path / "drafter"), "--out", str(tmp_path / "out")], tmp_path
+
+
+def test_the_whole_path(models, capsys):
+    """Calibrate, profile, serve, simulate: every file is written, holds a server's keys, and serves the next command;
+    calibrating again records nothing anew."""
+    common, root = models
+    prompts, out = ["--prompts", str(root / "prompts.jsonl")], root / "out"
+    calibrate.run([*common, *prompts, "--rounds", "60", "--max-new-tokens", "12", "--concurrency", "4"])
+    served = json.loads((out / "sts.json").read_text())
+    assert set(served) == {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}
+    assert len(served["temperatures"]) == len(served["ece_after"]) == G and served["num_samples"] > 20
+    config = json.loads((root / "drafter" / "config.json").read_text())
+    assert config["deepspec"]["drafter"]["confidence_temperatures"] == served["temperatures"]
+    before = (out / "traces.jsonl").read_text()
+    calibrate.run([*common, *prompts, "--rounds", "60", "--max-new-tokens", "12", "--concurrency", "4"])
+    assert (out / "traces.jsonl").read_text() == before
+    assert json.loads((out / "sts.json").read_text()) == served  # traces hold logits without temperatures
+
+    profile.run([*common, "--concurrency", "1,2", "--context", "5", "--repeats", "1"])
+    assert load_profile(out / "profile.json").cost.bs_probes == (1, 2)
+    assert load_profile(out / "sps.json").cost.max_batch_tokens == 2 + 2 * G
+
+    schedules = ["--schedule", "verify_all", "threshold:0.5", "throughput", "lagged", f"throughput:{out / 'sps.json'}"]
+    files = ["--profile", str(out / "profile.json"), "--traces", str(out / "traces.jsonl"), "--concurrency", "1,2"]
+    load.run([*common, *prompts, *files, *schedules, "--seconds", "0.05", "--repeats", "1"])
+    rows = json.loads((out / "load.json").read_text())["rows"]
+    assert len(rows) == 2 * 6 and all(r["measured_throughput"] > 0 and r["simulated_throughput"] > 0 for r in rows)
+    load.run([*common, *files, *schedules, "--simulate", "--sts", str(out / "sts.json")])
+    again = json.loads((out / "load.json").read_text())["rows"]
+    assert [r["simulated_throughput"] for r in again] == [r["simulated_throughput"] for r in rows]
+    assert all(r["measured_throughput"] is None for r in again)
+    assert "verify_all" in capsys.readouterr().out and (out / "load.md").read_text().count("|") > 20
+    if plots.available():
+        assert all(
+            (out / name).read_bytes()[:4] == b"\x89PNG" for name in ("reliability.png", "profile.png", "load.png")
+        )
+
+
+@pytest.mark.parametrize(
+    "command, extra, words",
+    [
+        (load, ["--simulate"], "needs --profile and --traces"),
+        (load, [], "--prompts is missing"),
+        (load, ["--prompts", "p", "--schedule", "guess"], "schedule 'guess' must be"),
+        (load, ["--prompts", "p", "--concurrency", "0"], "numbers >= 1"),
+        (profile, ["--concurrency", "1,x"], "numbers with commas"),
+        (calibrate, [], "required: --prompts"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_leave_nothing(models, command, extra, words):
+    common, root = models
+    with pytest.raises(InputError, match=words) as error:
+        command.run([*common, *extra])
+    assert "\n" not in str(error.value) and not (root / "out").exists()
+
+
+def test_a_drafter_without_opinion_is_not_calibrated(models):
+    common, root = models
+    make_drafter("no-confidence", target()).save(root / "drafter")
+    with pytest.raises(InputError, match="no confidence head"):
+        calibrate.run([*common, "--prompts", str(root / "prompts.jsonl")])
+
+
+def test_prompts_must_fit(models):
+    tgt, (_, root) = target(), models
+    with pytest.raises(InputError, match="no prompt has at most 2 tokens"):
+        arguments.load_prompts(root / "prompts.jsonl", tgt, tgt.spec.max_positions - 2)
