@@ -2,8 +2,8 @@
 
     python scripts/bench_data.py --tokenizer DIR [--rows 20000] [--tokens 1000]
 
-Prints seconds, tokens a second and the largest resident memory, for a quarter of the rows and for all of them in
-processes of their own: memory beyond the rows' 5 bytes a token should not grow with their number.
+Prints seconds, CPU seconds of all threads, tokens a second and how much memory grew, for a quarter of the rows and for
+all of them in processes of their own: memory beyond the rows' 5 bytes a token should not grow with their number.
 """
 
 import argparse
@@ -41,14 +41,15 @@ def prepare(path: str, folder: str, max_length: int) -> None:
     """Read the file as training does, and print what it took."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     config = DataConfig(path=(path,), max_length=max_length, min_supervised=2)
     rows, dropped = load_rows(config.path, tokenizer, (), config, len(tokenizer))
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = (rows.tokens.nbytes + rows.loss_mask.nbytes) / 1e6
     print(
         f"{len(rows):,} rows, {len(rows.tokens):,} tokens (longest {rows.lengths.max():,}), dropped {dict(dropped)}: "
-        f"{seconds:.1f} s, {len(rows.tokens) / seconds:,.0f} tokens/s; arrays {held:.0f} MB, "
+        f"{seconds:.1f} s ({busy:.1f} s of CPU), {len(rows.tokens) / seconds:,.0f} tokens/s; arrays {held:.0f} MB, "
         f"memory grew by {(after - before) / 1e3:.0f} MB"
     )
 

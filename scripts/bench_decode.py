@@ -23,7 +23,7 @@ import torch
 import deepspec
 from deepspec.data.prompts import load_prompts
 from deepspec.eval.clock import Clock
-from deepspec.eval.settings import EvalConfig
+from deepspec.eval.settings import make_schedule
 
 
 def hf_generate(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -61,7 +61,7 @@ class Ours:
         self.generations = deepspec.generate(
             self.target, self.drafter, prompts, max_new_tokens=new, concurrency=batch, verify=args.verify,
             draft=args.draft, sampling=deepspec.Sampling(temperature=args.temperature), clock=self.clocks[-1],
-            schedule=EvalConfig(schedule=args.schedule).fresh_schedule(),
+            schedule=make_schedule(args.schedule),
         )  # fmt: skip
         return [g.tokens for g in self.generations]
 
@@ -74,25 +74,31 @@ class Ours:
         return 1e3 * statistics.median(c.seconds().get(part, 0.0) / c.counts["verify"] for c in self.clocks[1:])
 
 
-def compare(args: argparse.Namespace, target: deepspec.Target, drafters: dict[str, Any], prompts: Any) -> dict:
+def load_reference(args: argparse.Namespace, target: deepspec.Target) -> Any:
+    """The target as transformers has it."""
     from transformers import AutoModelForCausalLM
 
     from deepspec.modeling.loading import dtype_of, resolve
 
     loaded = AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype))
-    reference = loaded.to(target.device).eval()
-    reference.generation_config.eos_token_id = None
+    loaded.generation_config.eos_token_id = None
+    return loaded.to(target.device).eval()
+
+
+def compare(args: argparse.Namespace, target: deepspec.Target, drafters: dict[str, Any], every: Any) -> dict:
+    reference = None if args.no_generate else load_reference(args, target)
     figures: dict[str, Any] = {}
     for batch in args.batch:
+        prompts = every[: args.requests or max(2, batch)]
         contenders = {name: Ours(args, target, d) for name, d in {"baseline": None, **drafters}.items()}
         runs: dict[str, Any] = {}
-        if args.temperature == 0:
-            runs["generate"] = lambda batch=batch: [
+        if args.temperature == 0 and not args.no_generate:
+            runs["generate"] = lambda batch=batch, prompts=prompts: [
                 t
                 for i in range(0, len(prompts), batch)
                 for t in hf_generate(reference, prompts[i : i + batch], args.new)
             ]
-        runs |= {n: lambda c=c, batch=batch: c.run(prompts, args.new, batch) for n, c in contenders.items()}
+        runs |= {n: functools.partial(c.run, prompts, args.new, batch) for n, c in contenders.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         outputs = {}
         for repeat in range(args.repeats + 1):
@@ -107,8 +113,9 @@ def compare(args: argparse.Namespace, target: deepspec.Target, drafters: dict[st
             line = f"batch {batch}  {name:10s} {row['tokens_per_second']:8.1f} tokens/s"
             if "generate" in runs:
                 row["to_generate"] = statistics.median(a / b for a, b in zip(seconds["generate"], seconds[name]))
-                row["equal"] = sum(a == b for a, b in zip(outputs[name], outputs["baseline"]))
-                line += f"  {row['to_generate']:5.2f} x generate  equal to baseline {row['equal']}/{len(prompts)}"
+                line += f"  {row['to_generate']:5.2f} x generate"
+            row["equal"] = sum(a == b for a, b in zip(outputs[name], outputs["baseline"]))
+            line += f"  equal to baseline {row['equal']}/{len(prompts)}"
             if name in drafters:
                 mine = contenders[name]
                 parts = {p: mine.per_round(p) for p in ("draft", "verify")} | {"target": base.per_round("verify")}
@@ -158,10 +165,12 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--new", type=int, default=64, help="new tokens a request")
-    parser.add_argument("--requests", type=int, default=8, help="requests a measurement")
+    parser.add_argument("--requests", type=int, help="requests a measurement; by default the batch, at least 2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 there is no generate to compare with")
+    parser.add_argument("--no-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--schedule", default="verify_all")
+    parser.add_argument("--compile", action="store_true", help="rounds in fixed shapes through torch.compile")
     parser.add_argument("--verify", default="token", choices=["token", "block"])
     parser.add_argument("--draft", default="sample", choices=["sample", "greedy"])
     parser.add_argument("--dtype", default="bfloat16")
@@ -170,14 +179,19 @@ def main() -> None:
     args = parser.parse_args()
 
     target = deepspec.Target.load(args.target, dtype=args.dtype)
+    if args.compile:
+        target.compile()
     loaded = load_prompts(Path(args.prompts), target.tokenizer)
-    width = min(32, *(len(p.prompt_ids) for p in loaded[: args.requests]))
-    prompts = [p.prompt_ids[:width] for p in loaded[: args.requests]]
+    loaded = loaded[: args.requests or max(2, *args.batch)]
+    width = min(32, *(len(p.prompt_ids) for p in loaded))
+    every = [p.prompt_ids[:width] for p in loaded]
     drafters = {Path(d).parent.name or d: deepspec.load_drafter(d, target) for d in args.drafter}
+    for drafter in drafters.values() if args.compile else ():
+        drafter.compile()
     print(f"{args.target}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"{len(prompts)} prompts of {width} tokens, {args.new} new, temperature {args.temperature:g}, "
+          f"{len(every)} prompts of {width} tokens, {args.new} new, temperature {args.temperature:g}, "
           f"{args.schedule}, {args.verify}, {args.draft}")  # fmt: skip
-    figures = (refill if args.refill else compare)(args, target, drafters, prompts)
+    figures = (refill if args.refill else compare)(args, target, drafters, every)
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -18,9 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from deepspec import cache, cli
 from deepspec.checked import InputError
 from deepspec.data.manifest import read_manifest
+from deepspec.data.protocols import as_text
 
 
 def main() -> None:
@@ -28,6 +31,11 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=cache.cache_dir("smollm2-135m-instruct"))
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--n", type=int, default=200, help="prompts (default 200)")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="in the second pass, servers repeat the first one's replies: the real one's bfloat16 depends on the batch",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
     parser.add_argument("--concurrency", type=int, default=48)
@@ -39,29 +47,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory; what is there already is gone on with")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    with real_server(args) as url:
-        first = [answers(args, [url], "first.jsonl", kill_at=(args.n // 4, args.n // 2))]
-        with failing_server(url) as (second, served):
-            again = answers(args, [second, url], "again.jsonl")
-    rows, repeated = (read(args.out / name, args.n) for name in ("first.jsonl", "again.jsonl"))
-    if rows != repeated:
-        different = [i for i in rows if rows[i] != repeated.get(i)]
+    first, again = args.out / "first.jsonl", args.out / "again.jsonl"
+    with contextlib.ExitStack() as running:
+        if count(first) < args.n or not args.replay:
+            url = running.enter_context(real_server(args))
+            answers(args, [url], first, kill_at=(args.n // 4, args.n // 2))
+        rows = read(first, args.n)
+        if args.replay:
+            url = running.enter_context(replaying_server(args.target, rows))
+        second, served = running.enter_context(failing_server(url))
+        answers(args, [second, url], again)
+    repeated = read(again, args.n)
+    if different := [i for i in rows if rows[i] != repeated.get(i)]:
         raise InputError(f"{len(different)} rows differ between the two passes, the first {different[0]}")
     report = {
         "prompts": args.n,
-        "seconds": {"killed twice": sum(first), "with a failing server": again},
+        "replayed": args.replay,
         "requests to the failing server": dict(zip(("all", "failed"), served)),
-        "first": read_manifest(args.out / "first.jsonl"),
-        "again": read_manifest(args.out / "again.jsonl"),
+        "first": read_manifest(first),
+        "again": read_manifest(again),
     }
     cache.write_text(args.out / "report.json", json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
     print(f"{args.n} rows, each once, the same in both passes")
 
 
-def answers(args: argparse.Namespace, urls: list[str], name: str, kill_at: tuple[int, ...] = ()) -> float:
-    """Run `deepspec.data answers` to its end, after a SIGKILL at each number of rows in `kill_at`. Its seconds."""
-    out, began = args.out / name, time.monotonic()
+def answers(args: argparse.Namespace, urls: list[str], out: Path, kill_at: tuple[int, ...] = ()) -> None:
+    """Run `deepspec.data answers` to its end, after a SIGKILL at each number of rows in `kill_at`."""
+    began = time.monotonic()
     command = [sys.executable, "-m", "deepspec.data", "answers", "--target", str(args.target), "--out", str(out)]
     command += ["--prompts", *map(str, args.prompts), "--limit", str(args.n), "--temperature", "0"]
     command += ["--max-new-tokens", str(args.max_new_tokens), "--dtype", args.dtype]
@@ -75,10 +88,10 @@ def answers(args: argparse.Namespace, urls: list[str], name: str, kill_at: tuple
             time.sleep(0.05)
         if rows is not None and child.poll() is None:
             child.send_signal(signal.SIGKILL)
-            print(f"{name}: killed with {count(out)} rows ({before} before)", flush=True)
+            print(f"{out.name}: killed with {count(out)} rows ({before} before)", flush=True)
         if child.wait() not in (0, -signal.SIGKILL):
-            raise InputError(f"{name}: the command ended with {child.returncode}")
-    return round(time.monotonic() - began, 1)
+            raise InputError(f"{out.name}: the command ended with {child.returncode}")
+    print(f"{out.name}: {count(out)} rows after {time.monotonic() - began:.0f} seconds", flush=True)
 
 
 def count(path: Path) -> int:
@@ -120,10 +133,7 @@ def failing_server(url: str) -> Iterator[tuple[str, list[int]]]:
     and a closed connection. Gives its address and [requests, failures]."""
     served, lock = [0, 0], threading.Lock()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    class Handler(Quiet):
         def do_GET(self) -> None:
             self.hand_on(None)
 
@@ -146,11 +156,51 @@ def failing_server(url: str) -> Iterator[tuple[str, list[int]]]:
                 self.end_headers()
                 self.wfile.write(reply.read())
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(Handler) as address:
+        yield address, served
+
+
+@contextlib.contextmanager
+def replaying_server(target: Path, rows: dict[str, Any]) -> Iterator[str]:
+    """A server that speaks as `transformers serve` does, and says what is in `rows`."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    replies = {}
+    for row in rows.values():
+        text = tokenizer.decode(row["answer_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        usage = {"completion_tokens": len(row["answer_ids"]) + row["drift"], "prompt_tokens": len(row["prompt_ids"])}
+        reply = {"choices": [{"text": text, "finish_reason": row["finish"]}], "usage": usage}
+        replies[as_text(tokenizer, row["prompt_ids"])] = reply
+
+    class Handler(Quiet):
+        def do_GET(self) -> None:
+            models = {"data": [{"id": str(target), "owned_by": "local"}]}
+            self.say(models if self.path == "/v1/models" else {"paths": {"/load_model": {}, "/v1/completions": {}}})
+
+        def do_POST(self) -> None:
+            self.say(replies[json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]])
+
+        def say(self, value: Any) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(value).encode())
+
+    with serving(Handler) as address:
+        yield address
+
+
+class Quiet(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(handler: type[Quiet]) -> Iterator[str]:
+    """An HTTP server in threads, by its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", served
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()

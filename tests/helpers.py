@@ -175,6 +175,8 @@ class Planned(Drafter):
     def confidence(self, hidden, prev):
         return certain(prev)
 
+    def compile(self, **options): ...
+
     def new_state(self, rows, max_length):
         return {"seen": [[] for _ in range(rows)], "round": [0] * rows}
 

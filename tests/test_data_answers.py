@@ -33,6 +33,7 @@ class Target:
     stop_ids: tuple = (2,)
     tokenizer: object = None
     vocab: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(size=100))
+    spec: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(max_positions=50))
 
 
 @dataclasses.dataclass
@@ -226,6 +227,16 @@ def test_an_answer_depends_on_seed_and_id_only(tmp_path, engine):
     first = made()
     assert made(prompts=PROMPTS[3:])["p4"] == first["p4"]
     assert made(seed=2) != first and len(set(map(tuple, first.values()))) > 1
+
+
+def test_prompts_that_do_not_fit_are_counted(tmp_path, engine):
+    """50 positions: 46 of prompt and 4 new ones fit, 47 do not."""
+    long = [Prompt(f"l{n}", "t", [5] * n, {}) for n in (46, 47, 40_000)]
+    manifest = run(tmp_path / "a.jsonl", [*PROMPTS, *long])
+    assert manifest["dropped"] == {"longer than the target's context": 2} and "l46" in answers(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match="no prompt leaves room for 4 new tokens in 50 positions"):
+        run(tmp_path / "b.jsonl", long[1:])
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 @pytest.mark.parametrize("settings", [{"max_new_tokens": 0}, {"concurrency": 0}])

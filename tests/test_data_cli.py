@@ -30,9 +30,9 @@ def loaded(monkeypatch):
 
     def load(name, **options):
         names.append((name, options))
-        vocab = types.SimpleNamespace(size=300)
+        numbers = {"vocab": types.SimpleNamespace(size=300), "spec": types.SimpleNamespace(max_positions=1000)}
         return types.SimpleNamespace(
-            name=name, revision=None, dtype=torch.float32, stop_ids=(59,), tokenizer=Tokenizer(), vocab=vocab
+            name=name, revision=None, dtype=torch.float32, stop_ids=(59,), tokenizer=Tokenizer(), **numbers
         )
 
     def stream(target, drafter, prompts, *, max_new_tokens, **_):

@@ -20,7 +20,7 @@ from deepspec.data import feature_build
 from deepspec.data.__main__ import command as data_command
 from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
-from deepspec.data.encoding import GROUP, bytes_per_token, decode, encode_row
+from deepspec.data.encoding import bytes_per_token, decode, encode_row
 from deepspec.data.feature_build import _claim, build, look
 from deepspec.data.feature_cache import Cached, shard_name
 from deepspec.data.features import FAULTS, Live, faults
@@ -81,13 +81,13 @@ def test_int8_is_within_half_a_level_of_its_group(dim):
     parts = encode_row(x, x[:, 0], "int8")
     for name, exact in (("features", x), ("hidden", x[:, 0])):
         back = decode(parts, name).float()
-        for start in range(0, dim, GROUP):
-            cut = slice(start, start + GROUP)
+        for start in range(0, dim, 64):
+            cut = slice(start, start + 64)
             bound = exact[..., cut].abs().amax(-1, keepdim=True) * (0.5 / 127 + 2 / 256)
             assert ((back - exact)[..., cut].abs() <= bound + 1e-12).all()
     stored = sum(part.nbytes for part in parts.values())
     assert stored == 7 * (bytes_per_token(2, dim, "int8", 1.0))
-    assert dim % GROUP or stored < 0.52 * 7 * bytes_per_token(2, dim, "bfloat16")
+    assert dim % 64 or stored < 0.52 * 7 * bytes_per_token(2, dim, "bfloat16")
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

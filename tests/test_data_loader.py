@@ -169,7 +169,10 @@ def test_packs_hold_every_row_once_within_the_budget(budget):
     place = {row: n for n, row in enumerate(order)}
     assert all(sorted(p, key=place.get) == list(p) for p in packs)
     assert pack([budget, 1, budget + 5, 2], range(4), budget) == [(0,), (1, 3), (2,)]
-    assert len(pack([2] * 200, range(200), 3)) == 200 and OPEN < 200
+    # of more than OPEN packs with room the fullest is closed: the emptiest still takes a row that fills it
+    lengths = [501 + i for i in range(OPEN + 1)] + [499, 1000 - 501 - OPEN]
+    packs = pack(lengths, range(OPEN + 3), 1000)
+    assert packs[0] == (0, OPEN + 1) and packs[OPEN] == (OPEN,) and packs[OPEN - 1] == (OPEN - 1, OPEN + 2)
 
 
 def test_packing_depends_on_the_seed_alone():
@@ -210,9 +213,10 @@ def test_a_packed_batch_keeps_its_rows_apart():
 def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp_path, truncates):
     """120 chats and one of 40,000 tokens: rows in the file's order, as one thread makes them, the long one cut, each
     refusal counted; also with a tokenizer whose file asks for truncation."""
-    tokenizer = copy.deepcopy(chat_tokenizer("small-qwen3"))
+    tokenizer, alone_with = (copy.deepcopy(chat_tokenizer("small-qwen3")) for _ in range(2))
     if truncates:
-        tokenizer.backend_tokenizer.enable_truncation(3)
+        for one in (tokenizer, alone_with):
+            one.backend_tokenizer.enable_truncation(3)
     chats = [[("user", f"q{i} " * (i % 7 + 1)), ("assistant", f"a{i} " * (i % 5 + 2))] for i in range(120)]
     chats[40] = [("user", "q"), ("assistant", "word " * 8_000)]
     chats[90] = [("user", "q"), ("robot", "a")]
@@ -224,7 +228,7 @@ def test_threads_change_neither_order_nor_rows_and_a_long_row_stalls_nothing(tmp
     assert [row.id for row in found] == [f"{i}#0" for i in ids]
     assert len(found[40].tokens) == 500
     for row, i in zip(found, ids):
-        (alone,) = training_rows(records[i], tokenizer, (), "auto")
+        (alone,) = training_rows(records[i], alone_with, (), "auto")
         assert len(alone.tokens) > 3 and row == Row(alone.id, alone.tokens[:500], alone.loss_mask[:500])
     assert len(load(tmp_path / "r.jsonl", tokenizer=tokenizer, vocab_size=10**6, max_length=500)[0]) == 119
 

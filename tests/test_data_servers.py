@@ -53,6 +53,7 @@ def prompts(n=10):
 
 def answering(**changes):
     given = {"target": "T", "tokenizer": tokenizer(), "stop_ids": (stop_id(),), "vocab_size": 300, "thinking": "off"}
+    given["max_positions"] = 1000
     return Answering(**{**given, "max_new_tokens": 24, "sampling": Sampling(), **changes})
 
 
@@ -174,6 +175,22 @@ def test_resume_under_another_limit(tmp_path):
         for todo in (prompts()[3:6], prompts()[:5], prompts()[::-1]):
             run(out, server, todo=todo)
     assert rows(out).keys() == {p.id for p in prompts()} and len(server.texts) == 10
+
+
+def test_a_server_that_only_fails_is_given_up_and_the_others_go_on(tmp_path):
+    """Its prompts, and what its waiting workers were handed meanwhile, are answered by the other."""
+    with serving(stub("vllm", lambda n: 503), stub("vllm", delay=0.02)) as (bad, good):
+        patience = Patience(tries=1000, seconds=0.05, first_rest=0.01)
+        assert run(tmp_path / "a.jsonl", bad, good, patience=patience, concurrency=2)["answers"] == 10
+        assert len(good.texts) == 10 and len(bad.bodies) < 30
+
+
+def test_the_stop_id_that_ends_a_turn_is_the_templates(tmp_path):
+    """A target may name several (Gemma: end of text, end of turn); text shows none."""
+    with serving(stub("transformers")) as (server,):
+        run(tmp_path / "a.jsonl", server, ask=answering(stop_ids=(0, stop_id(), 299)))
+    found = rows(tmp_path / "a.jsonl").values()
+    assert {row["answer_ids"][-1] for row in found if row["finish"] == "stop"} == {stop_id()}
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

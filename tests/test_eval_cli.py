@@ -38,6 +38,10 @@ class FakeDrafter(torch.nn.Module):
         self.name, self.accepts, self.lies = name, accepts, lies
         self.vocab = torch.nn.Linear(4, 4)
         self.own = torch.nn.Linear(3, 2, bias=False)
+        self.compiled = 0
+
+    def compile(self):
+        self.compiled += 1
 
 
 class FakeTarget:
@@ -45,7 +49,10 @@ class FakeTarget:
     vocab, spec = SimpleNamespace(size=100), SimpleNamespace(max_positions=200)
 
     def __init__(self, dtype):
-        self.dtype, self.tokenizer = dtype, None
+        self.dtype, self.tokenizer, self.compiled = dtype, None, 0
+
+    def compile(self):
+        self.compiled += 1
 
     def open(self, rows, max_length):
         scores = torch.zeros(1, 1, 100)
@@ -68,6 +75,7 @@ class World:
         name = "baseline" if drafter is None else drafter.name
         timed = clock is not None
         self.calls.append({"name": name, "prompts": prompts, "seeds": seeds, "timed": timed, "dtype": target.dtype})
+        self.calls[-1]["compiled"] = target.compiled
         self.calls[-1] |= {"sampling": sampling, "max_new_tokens": max_new_tokens, **rest}
         for i, prompt in reversed(list(enumerate(prompts))):  # requests finish in any order
             shift = seeds[i] if sampling.temperature else 0
@@ -198,6 +206,21 @@ def test_the_check_runs_first_in_float32_and_warm_up_is_not_timed(world, place):
     assert [(len(c["prompts"]), c["timed"], c["dtype"]) for c in world.calls[3:6]] == [(3, False, torch.bfloat16)] * 3
     assert all(c["timed"] for c in world.calls[6:])
     assert rows_of(place)[0]["greedy_equal"]["total"] == 5
+
+
+def test_compiled_rounds_meet_every_shape_before_they_are_timed(world, place):
+    """--compile: the check stays as it is; target and drafters are compiled once, and each timed run is preceded by
+    the same run untimed, with its prompts and budget. Repeats need that once."""
+    command.run(arguments(place, "--equality", "5", "--compile", "--repeats", "2"))
+    assert [c["compiled"] for c in world.calls[:3]] == [0] * 3 and all(c["compiled"] == 1 for c in world.calls[3:])
+    assert [world.drafters[d].compiled for d in ("dflash", "dspark")] == [1, 1]
+    seen = []
+    for call in world.calls[3:]:
+        key = (call["name"], call["prompts"], call["seeds"], call["max_new_tokens"])
+        assert not call["timed"] or key in seen
+        seen.append(key)
+    timed = sum(c["timed"] for c in world.calls)
+    assert len(world.calls) - 3 - 3 == timed + timed // 2  # three checks, three warm-ups
 
 
 def test_one_copy_serves_where_the_dtype_is_float32(world, place):

@@ -301,7 +301,7 @@ def test_a_browser_draws_every_picture_of_the_page(tmp_path):
 
 
 SWEEP = [row(f"dspark threshold:{x}", t, schedule=f"threshold:{x}") for x in (0, 0.5, 0.9) for t in (0.0, 1.0)]
-TWO_TASKS = both() + [{**r, "task": "gsm8k", "domain": "math"} for r in both()]
+TWO_TASKS = [{**r, "task": task, "domain": "math"} for task in ("gsm8k", "math500") for r in both()]
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,11 @@ TWO_TASKS = both() + [{**r, "task": "gsm8k", "domain": "math"} for r in both()]
     [
         (both(), {"tau.png", "acceptance.png", "time.png"}),
         (TWO_TASKS, {"tau.png", "acceptance.png", "domains.png", "time.png"}),
+        ([{**r, "task": t, "domain": t} for t in "ab" for r in both()], {"tau.png", "acceptance.png", "time.png"}),
         (SWEEP, {"tau.png", "acceptance.png", "time.png", "thresholds.png"}),
         ([row(tau=None, tau_interval=None, decomposition=None)], {"tau.png", "acceptance.png"}),
     ],
-    ids=["one task", "two", "sweep", "nothing measured"],
+    ids=["one task", "two of a domain", "two domains", "sweep", "nothing measured"],
 )
 def test_pictures_are_drawn_for_what_the_rows_hold(rows, names, tmp_path):
     pytest.importorskip("matplotlib")

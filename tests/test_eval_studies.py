@@ -74,7 +74,8 @@ def test_a_sweep_again_trains_nothing_again(swept, place):
     assert before == after, "neither trained nor decoded again"
 
 
-def test_acceptance_pools_the_tasks_of_a_domain(swept, place, tmp_path):
+def test_acceptance_pools_the_tasks_of_a_domain(swept, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
     drafter = f"d={swept}/drafters/a-num_draft_layers-1/drafter"
     run(["acceptance", "--drafter", drafter, *common(place, tmp_path)])
     header, lines, rows = read(tmp_path, "acceptance")
@@ -84,7 +85,8 @@ def test_acceptance_pools_the_tasks_of_a_domain(swept, place, tmp_path):
         assert line[3:] == ["-" if x is None else f"{x:.3f}" for x in r["accept_rates_conditional"]]
 
 
-def test_threshold_admits_ever_less(swept, place, tmp_path):
+def test_threshold_admits_ever_less(swept, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
     drafter = f"d={swept}/drafters/a-num_draft_layers-1/drafter"
     run(["threshold", "--drafter", drafter, "--levels", "0", "0.5", "1", *common(place, tmp_path)])
     header, lines, rows = read(tmp_path, "threshold")

@@ -5,6 +5,8 @@ Letters: R requests or users, G slots.
 
 import itertools
 import json
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +15,14 @@ from helpers import G, Planned, make_drafter, target
 
 import deepspec
 from deepspec import InputError, Sampling
+from deepspec.data.prompts import Prompt
 from deepspec.eval import arguments, calibrate, load, plots, profile, rounds
 from deepspec.eval.closed_loop import Load, serve, simulate
 from deepspec.eval.cost import Additive, Profile, load_profile
+from deepspec.eval.figures import Models
 from deepspec.eval.probing import OFF, Measured, Probe, additive, measure, number_of_rounds, table
 from deepspec.eval.schedule import threshold, verify_all
+from deepspec.eval.settings import Contender, EvalConfig
 from deepspec.eval.throughput import throughput
 from deepspec.eval.traces import Trace
 
@@ -34,12 +39,12 @@ def test_a_round_lasts_from_the_last_one_to_its_end_prefill_apart(monkeypatch):
     """By a clock that ticks one second a look: prefill is taken out of the round it delays, other parts are not."""
     monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
     log = rounds.RoundLog(torch.device("cpu"), lambda log: len(log.rounds) == 3)  # looks: 0
-    log([2, 0], [3, 0])  # 1
-    with log.part("prefill"):  # 2, 3
+    log([2, 0], [3, 0])  # 1, 2
+    with log.part("prefill"):  # 3, 4
         pass
     with log.part("verify"):
         pass
-    log([1, 1], [1, 2])  # 4, of which one was prefill
+    log([1, 1], [1, 2])  # 5, of which one was prefill
     with pytest.raises(rounds.Enough):
         log([0, 0], [1, 1])
     assert log.rounds[0] == rounds.Round(seconds=1, requests=1, verified=2, committed=3)
@@ -123,22 +128,48 @@ def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_served_is_counted(monkeypatch):
-    """An oracle's users get G + 1 tokens a round each, all drafts verified; without a drafter it is one. The first
-    rounds do not count; time is what the rounds took."""
-    monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
+def test_what_is_served_is_counted():
+    """An oracle's users get G + 1 tokens a round each, all drafts verified; without a drafter it is one; each contender
+    is a server of its own. The first rounds do not count."""
     tgt = target()
     prompts = [[3, 1, 4], [1, 5]]
     known = [p + g.tokens for p, g in zip(prompts, deepspec.generate(tgt, None, prompts, max_new_tokens=80))]
     oracle = Planned(tgt, known, G)
-    settings = dict(seconds=9.5, warmup=2, sampling=Sampling())
-    full = serve(tgt, oracle, prompts, verify_all(), 2, **settings)
-    assert full.rounds == 10 and full.tokens == 2 * (G + 1) * full.rounds and full.verification_length == G
-    assert full.throughput == pytest.approx(full.tokens / full.seconds) and full.speed == pytest.approx(
-        full.throughput / 2
-    )
-    plain = serve(tgt, None, prompts, None, 2, **settings)
-    assert plain.tokens == 2 * plain.rounds and plain.verified == 0
+    contenders = {"none": (None, None), "all": (oracle, verify_all()), "some": (oracle, Probe([2]))}
+    done = serve(tgt, contenders, prompts, 2, rounds=10, warmup=2, sampling=Sampling())
+    full, plain, some = done["all"], done["none"], done["some"]
+    assert list(done) == list(contenders) and full.rounds == plain.rounds == some.rounds == 10
+    assert full.tokens == 2 * (G + 1) * 10 and full.verification_length == G
+    assert plain.tokens == 2 * 10 and plain.verified == 0 and some.tokens == 10 * (2 + 2)
+    assert full.throughput == pytest.approx(full.tokens / full.seconds)
+    assert full.speed == pytest.approx(full.throughput / 2)
+
+
+def test_contenders_take_turns():
+    """One thread at a time, in order; who has left is passed over; a failure of one is told at the end."""
+    turns, seen = rounds.Turns(3), []
+
+    def run(me, times):
+        for i in range(times):
+            turns.take(me)
+            seen.append(me)
+            turns.give(me, leave=i == times - 1)
+
+    threads = [threading.Thread(target=run, args=(me, times)) for me, times in enumerate((3, 1, 2))]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [0, 1, 2, 0, 2, 0]
+
+    class Broken(Probe):
+        def __call__(self, *args):
+            raise ZeroDivisionError
+
+    tgt = target()
+    contenders = {"none": (None, None), "broken": (make_drafter("vanilla", tgt), Broken([1]))}
+    with pytest.raises(ZeroDivisionError):
+        serve(tgt, contenders, [[1]], 2, rounds=3, sampling=Sampling())
 
 
 def traces(survived: int, chance: float = 0.9, n: int = 20) -> list[Trace]:
@@ -162,7 +193,7 @@ def test_a_simulation_is_the_cost_and_the_traces():
 
 
 def test_a_simulation_without_hope_is_nearly_plain():
-    """Where nothing survives, the scheduler drafts for a row in sixteen once in sixteen rounds and pays for that."""
+    """Where nothing survives, the scheduler drafts for a row in sixteen now and then and pays for that."""
     bench = Profile(COST)
     hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=320)
     assert hopeless.tokens == 320 * 8 and hopeless.verified == 0
@@ -210,7 +241,7 @@ def test_the_whole_path(models, capsys):
 
     schedules = ["--schedule", "verify_all", "threshold:0.5", "throughput", "lagged", f"throughput:{out / 'sps.json'}"]
     files = ["--profile", str(out / "profile.json"), "--traces", str(out / "traces.jsonl"), "--concurrency", "1,2"]
-    load.run([*common, *prompts, *files, *schedules, "--seconds", "0.05", "--repeats", "1"])
+    load.run([*common, *prompts, *files, *schedules, "--rounds", "5", "--repeats", "1"])
     rows = json.loads((out / "load.json").read_text())["rows"]
     assert len(rows) == 2 * 6 and all(r["measured_throughput"] > 0 and r["simulated_throughput"] > 0 for r in rows)
     load.run([*common, *files, *schedules, "--simulate", "--sts", str(out / "sts.json")])
@@ -253,3 +284,19 @@ def test_prompts_must_fit(models):
     tgt, (_, root) = target(), models
     with pytest.raises(InputError, match="no prompt has at most 2 tokens"):
         arguments.load_prompts(root / "prompts.jsonl", tgt, tgt.spec.max_positions - 2)
+
+
+def test_an_evaluation_profiles_what_its_schedules_need(tmp_path):
+    """A cost for each drafter with a schedule that asks for one, kept in a file for the next time; none for others."""
+    tgt = target()
+    drafters = {"a": make_drafter("vanilla", tgt), "b/c": make_drafter("dflash", tgt)}
+    config = EvalConfig(concurrency=2)
+    task = SimpleNamespace(prompts=[Prompt("p", "t", [3, 1, 4], {})])
+    contenders = [Contender("baseline"), Contender("x", "a", "verify_all"), Contender("y", "b/c", "lagged")]
+    work = SimpleNamespace(config=config, tasks=[task], contenders=contenders)
+    found = profile.with_costs(Models(tgt, drafters), work, tmp_path)
+    assert list(found.costs) == ["b/c"] and found.costs["b/c"].bs_probes == (2,)
+    assert contenders[2].fresh_schedule(found.costs["b/c"]).name == "lagged"
+    (file,) = tmp_path.iterdir()
+    again = profile.with_costs(Models(tgt, drafters), work, tmp_path)
+    assert again.costs == found.costs and list(tmp_path.iterdir()) == [file]

@@ -137,13 +137,15 @@ def test_an_error_in_the_background_is_the_caller_s():
 # -- compiled, and for long --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
-def test_compiled_is_eager(kind):
+@pytest.mark.parametrize(
+    "kind, backend",
+    [("vanilla", "eager"), ("rnn", "aot_eager"), pytest.param("rnn", "inductor", marks=pytest.mark.slow)],
+)
+def test_compiled_is_eager(kind, backend):
     """Loss and gradients to 1e-5 in float32, whatever the length; once two lengths were seen nothing is compiled."""
     tgt = target()
     plain, fast = make_drafter(kind, tgt), make_drafter(kind, tgt)
-    eager, quick = Objective(plain, LOSS), compiling.objective(fast, LOSS, "on", torch.device("cpu"))
+    eager, quick = Objective(plain, LOSS), compiling.objective(fast, LOSS, "on", torch.device("cpu"), backend)
     counts = []
     for i, length in enumerate((14, 20, 17, 33, 14, 40, 29, 60, 21, 15)):
         batch, seeds = make_batch(tgt, length=length, seed=i), torch.arange(2) + i

@@ -209,7 +209,7 @@ def test_more_load_means_less_verification():
 
 def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     """With a drafter that is never right and costs a tenth, nobody is drafted for but a row in sixteen, one round in
-    sixteen; once its confidence has risen, everybody is again."""
+    thirty-two; once its confidence has risen, everybody is again."""
     cost = Additive(
         bias_seconds=1.0,
         bs_probes=(1,),
@@ -232,7 +232,7 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     for make in (throughput, lagged):
         schedule = make(cost)
         assert rounds(schedule, torch.full((16, G), 0.01), 2) == 32
-        assert rounds(schedule, torch.full((16, G), 0.01), 160) == 10
+        assert rounds(schedule, torch.full((16, G), 0.01), 320) == 10
         assert rounds(schedule, torch.full((16, G), 0.9), 1000) > 8000
         assert rounds(schedule, torch.full((16, G), 0.9), 10) == 160
 

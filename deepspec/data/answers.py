@@ -21,7 +21,7 @@ from ..sampling import Sampling
 from .answers_file import AnswersFile, answers_file, refuses
 from .chat import Thinking
 from .manifest import template_hash
-from .prompts import Prompt, hash_id, unique
+from .prompts import Prompt, hash_id, reasons, unique
 
 if TYPE_CHECKING:  # it needs httpx, an extra
     from .servers import Patience
@@ -38,6 +38,8 @@ class Answering:
     tokenizer: Any = dataclasses.field(default=None, repr=False)
     stop_ids: tuple[int, ...]
     vocab_size: int
+    max_positions: int
+    """Most tokens of prompt and answer."""
     max_new_tokens: int
     sampling: Sampling
     seed: int = 0
@@ -88,6 +90,7 @@ def regenerate(
         tokenizer=target.tokenizer,
         stop_ids=tuple(target.stop_ids),
         vocab_size=target.vocab.size,
+        max_positions=target.spec.max_positions,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
@@ -183,6 +186,16 @@ def _open(
             raise InputError(
                 f"prompt {prompt.id!r}: token id {max(prompt.prompt_ids)} is outside the target's vocabulary"
             )
+    room = answering.max_positions - answering.max_new_tokens
+    fit = [prompt for prompt in prompts if len(prompt.prompt_ids) <= room]
+    if len(fit) < len(prompts):
+        dropped["longer than the target's context"] += len(prompts) - len(fit)
+        prompts = fit
+    if not prompts:
+        raise InputError(
+            f"no prompt leaves room for {answering.max_new_tokens} new tokens in {answering.max_positions} positions; "
+            f"dropped: {reasons(dropped)}"
+        )
     with answers_file(out_path, answering.settings()) as file:
         file.dropped.update(dropped)
         todo = file.missing(prompts)

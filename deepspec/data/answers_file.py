@@ -45,7 +45,7 @@ class AnswersFile:
         self.servers: list[str] = []
         """Kinds of servers that answered; empty where the target itself did."""
         self.dropped: Counter[str] = Counter()
-        self._settings = settings
+        self._settings, self._versions = settings, provenance()
         self._finish: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._drift: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class AnswersFile:
         found["finish"] = dict(sorted(self._finish.items()))
         found |= {name: self._counts[name] for name in ("tokens", "truncated", "refusals", "empty")}
         found |= {"drift": dict(self._drift) or None, "servers": sorted(set(self.servers))}
-        return {**found, "dropped": dict(self.dropped), "versions": provenance()}
+        return {**found, "dropped": dict(self.dropped), "versions": self._versions}
 
     def write_manifest(self) -> None:
         write_text(manifest_path(self.path), json.dumps(self.manifest(), indent=2) + "\n")

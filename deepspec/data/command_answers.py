@@ -126,14 +126,15 @@ def _collect(args: argparse.Namespace, sampling: Any, prompts: list[Any], droppe
         if not key:
             raise InputError(f"--api-key-env: the environment has no {args.api_key_env}")
     config = load_config(args.target, args.revision)
-    tokenizer = load_tokenizer(args.target, revision=args.revision)
+    text, tokenizer = config.get_text_config(), load_tokenizer(args.target, revision=args.revision)
     answering = Answering(
         target=args.target,
         revision=args.revision,
         dtype=None if args.dtype == "auto" else args.dtype,
         tokenizer=tokenizer,
         stop_ids=load_stop_ids(args.target, config, tokenizer, args.revision),
-        vocab_size=config.get_text_config().vocab_size,
+        vocab_size=text.vocab_size,
+        max_positions=text.max_position_embeddings,
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         seed=args.seed,

@@ -120,11 +120,7 @@ class OpenShard:
             raise InputError(f"{self.path} belongs to another cache than the manifest beside it; delete it and {AGAIN}")
         if seal != found:
             raise self._damaged("the checksum of its index does not match")
-        expected, rows = manifest.shards[number], len(self.index["keys"])
-        good = self.index["fault"] < 0
         counts = {name: int(self.index[name].sum()) for name in ("positions", "supervised")}
-        if rows != expected.rows or (good.all() and counts != {k: vars(expected)[k] for k in counts}):
-            raise self._damaged(f"{rows} rows of {counts}, but the manifest says {expected}")
         for name, shape in shapes.items():
             if shape[0] != counts[_counted(name)]:
                 raise self._damaged(f"{name} has {shape[0]} entries, its index says {counts}")

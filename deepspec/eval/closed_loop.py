@@ -5,8 +5,8 @@ Letters: R users, that is requests in flight, B tokens in a verification batch, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..sampling import Sampling
 from .calibration import survival
 from .cost import Profile
 from .generate import stream
-from .rounds import BUDGET, Enough, RoundLog, Time
+from .rounds import BUDGET, Enough, Round, RoundLog, Time, Turns
 from .schedule import Choosy, Schedule
 from .traces import Trace
 
@@ -52,42 +52,70 @@ class Load:
         return self.verified / (self.rounds * self.users)
 
 
+Contender = tuple[Drafter | None, Schedule | None]
+"""Without a drafter: no speculation."""
+
+
 def serve(
     target: Target,
-    drafter: Drafter | None,
+    contenders: Mapping[str, Contender],
     prompts: Sequence[Sequence[int]],
-    schedule: Schedule | None,
     users: int,
     *,
-    seconds: float,
+    rounds: int,
     warmup: int = 8,
     sampling: Sampling,
     seed: int = 0,
     clock: Time = "wall",
-    tick: Callable[[], object] = lambda: None,
-) -> Load:
-    """Serve for about `seconds`, after `warmup` rounds that are not counted. drafter None is no speculation. Users take
-    the prompts in turn; `tick` is called once a round."""
+) -> dict[str, Load]:
+    """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted. Users take
+    the prompts in turn.
 
-    def enough(log: RoundLog) -> bool:
-        tick()
-        return len(log.rounds) > warmup and sum(r.seconds for r in log.rounds[warmup:]) >= seconds
-
-    log = RoundLog(target.device, enough, clock)
+    Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
+    """
+    turns, logs, failures = Turns(len(contenders)), [], []
     endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
-    with contextlib.suppress(Enough):
-        for _ in stream(
-            target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
-            stop_ids=target.stop_ids, seed=seed, concurrency=users, clock=log, on_round=log,
-        ):  # fmt: skip
+
+    def run(me: int, log: RoundLog, drafter: Drafter | None, schedule: Schedule | None) -> None:
+        turns.take(me)
+        try:
+            for _ in stream(
+                target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
+                stop_ids=target.stop_ids, seed=seed, concurrency=users, clock=log, on_round=log,
+            ):  # fmt: skip
+                pass
+        except Enough:
             pass
-    rounds = [r for r in log.rounds[warmup:] if r.requests == users]
+        except BaseException as error:  # for whoever called
+            failures.append(error)
+        turns.give(me, leave=True)
+
+    threads = []
+    for me, (drafter, schedule) in enumerate(contenders.values()):
+
+        def between(me: int = me) -> None:
+            turns.give(me)
+            turns.take(me)
+
+        logs.append(RoundLog(target.device, lambda log: len(log.rounds) >= warmup + rounds, clock, between))
+        threads.append(threading.Thread(target=run, args=(me, logs[-1], drafter, schedule), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return {name: _load(users, log.rounds[warmup:]) for name, log in zip(contenders, logs)}
+
+
+def _load(users: int, rounds: Sequence[Round]) -> Load:
+    full = [r for r in rounds if r.requests == users]
     return Load(
         users,
-        sum(r.committed for r in rounds),
-        sum(r.seconds for r in rounds),
-        len(rounds),
-        sum(r.verified for r in rounds),
+        sum(r.committed for r in full),
+        sum(r.seconds for r in full),
+        len(full),
+        sum(r.verified for r in full),
     )
 
 

@@ -107,6 +107,8 @@ def evaluate(
         del models
         gc.collect()
         models = load(dtype)
+    if config.compile:
+        models.compile()
     settings = environment(models, config)
     for task in work.tasks:
         for temperature in config.temperatures:
@@ -138,6 +140,8 @@ def measure(models: Models, work: Work, task: Task, temperature: float, tick: Ti
     for unit, contender, repeat, key in runs:
         if key not in missing:
             continue
+        if config.compile and repeat == 0:  # meets every shape before it is timed
+            decode(models, contender, unit.prompts, config, sampling, None, _nothing, first=unit.first)
         clock = Clock(models.target.device)
         began = _now(models.target.device)
         answers = decode(models, contender, unit.prompts, config, sampling, clock, tick, first=unit.first)

@@ -27,6 +27,12 @@ class Models:
     costs: dict[str, Cost] = field(default_factory=dict)
     """What a round with each drafter costs, for schedules that need to know it."""
 
+    def compile(self) -> None:
+        """From now on decoding rounds run in fixed shapes, compiled."""
+        self.target.compile()
+        for drafter in self.drafters.values():
+            drafter.compile()
+
 
 @dataclass(frozen=True)
 class Turn:

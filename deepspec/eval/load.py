@@ -34,8 +34,8 @@ def parser() -> Parser:
     )
     p.add("--traces", type=Path, help="traces.jsonl of deepspec.eval.calibrate, for the simulation; none without it")
     p.add("--sts", type=Path, help="sts.json of deepspec.eval.calibrate; by default the drafter's own temperatures")
-    p.add("--seconds", type=float, default=5.0, help="how long each is served, after a warm-up")
-    p.add("--repeats", type=int, default=3, help="how often, in turns; the median counts")
+    p.add("--rounds", type=int, default=100, help="of each schedule, after a warm-up; they take turns round by round")
+    p.add("--repeats", type=int, default=3, help="how often, with other draws; the median counts")
     p.add_argument("--simulate", action="store_true", help="only simulate, from --profile and --traces")
     return p
 
@@ -43,9 +43,8 @@ def parser() -> Parser:
 def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
-    from ..cache import writable_dir, write_text
+    from ..cache import writable_dir
     from ..checked import InputError
-    from . import plots
     from .cost import ANY, load_profile
     from .settings import make_schedule
 
@@ -53,68 +52,74 @@ def run(arguments: Sequence[str] | None = None) -> None:
         raise InputError("--simulate needs --profile and --traces")
     if not args.simulate and args.prompts is None:
         raise InputError("--prompts is missing; what should the users ask?")
-    profile = None if args.profile is None else load_profile(args.profile)
+    given = None if args.profile is None else load_profile(args.profile)
     for name in args.schedule:
         make_schedule(name, ANY)
     writable_dir(args.out, "--out")
-    real: dict[tuple[str, int], list[Load]] = {}
-    if not args.simulate:
-        profile, real = measure(args, profile)
-    assert profile is not None
+    if given is not None and args.simulate:
+        write(args, given, {})
+    else:
+        for profile, real in served(args, given):  # after every repeat, so that an interruption loses one at most
+            write(args, profile, real)
+    print((args.out / "load.txt").read_text(), end="")
+    print(f"written: {args.out}")
+
+
+def write(args: Any, profile: "Profile", real: "dict[tuple[str, int], list[Load]]") -> None:
+    """All files, of what was served so far."""
+    from ..cache import write_text
+    from . import plots
+
     simulated = dict(simulations(args, profile))
     rows = [
         row(name, users, real.get((name, users), []), simulated.get((name, users)))
         for users in args.concurrency
         for name in (NONE, *args.schedule)
     ]
-    print(table(rows))
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
+    write_text(args.out / "profile.json", profile.to_json())
+    write_text(args.out / "load.txt", table(rows) + "\n")
     write_text(args.out / "load.md", markdown(rows))
     write_text(args.out / "load.json", json.dumps({"rows": rows, "settings": settings}, indent=1) + "\n")
     if plots.available():
         plots.save(picture(rows), args.out / "load.png")
-    print(f"written: {args.out}")
 
 
-def measure(args: Any, profile: "Profile | None") -> "tuple[Profile, dict[tuple[str, int], list[Load]]]":
-    """The profile, and what was served (schedule, users) -> one a repeat; schedules take turns."""
+def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[tuple[str, int], list[Load]]]]":
+    """After every repeat the profile, and what was served so far: (schedule, users) -> one a repeat.
+
+    Where no profile is given each repeat measures one first, and the medians of all count: a
+    machine that slows down slows both alike.
+    """
     from tqdm import tqdm
 
-    from ..cache import write_text
     from ..sampling import Sampling
-    from .closed_loop import serve
-    from .profile import make
+    from .closed_loop import Contender, serve
+    from .probing import Measured, merged
+    from .profile import describe, make
     from .rounds import BUDGET
     from .settings import make_schedule
 
     target, drafter = load_models(args)
     prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET)]
     sampling = Sampling(temperature=args.temperature)
-    if profile is None:
-        profile, _ = make(target, drafter, prompts, args.concurrency, sampling, seed=args.seed, clock=args.clock)
-        write_text(args.out / "profile.json", profile.to_json())
     names = (NONE, *args.schedule)
     found: dict[tuple[str, int], list[Load]] = {(name, users): [] for users in args.concurrency for name in names}
-    with tqdm(total=len(found) * args.repeats, unit="run", desc="load", disable=None) as bar:
+    measured: list[Measured] = []
+    with tqdm(total=len(args.concurrency) * args.repeats, unit="run", desc="load", disable=None) as bar:
         for repeat in range(args.repeats):
+            seed, profile = args.seed + 100_000 * repeat, given
+            if profile is None:
+                measured += make(target, drafter, prompts, args.concurrency, sampling, 3, seed, args.clock)[1]
+                profile = describe(merged(measured), target, prompts, sampling, args.clock)
             for users in args.concurrency:
-                for turn in range(len(names)):
-                    name = names[(turn + repeat) % len(names)]
-                    schedule = None if name == NONE else make_schedule(name, profile.cost)
-                    one = serve(
-                        target,
-                        drafter if schedule is not None else None,
-                        prompts,
-                        schedule,
-                        users,
-                        seconds=args.seconds,
-                        sampling=sampling,
-                        seed=args.seed + 100_000 * repeat,
-                        clock=args.clock,
-                    )
+                contenders: dict[str, Contender] = {NONE: (None, None)}
+                contenders |= {name: (drafter, make_schedule(name, profile.cost)) for name in args.schedule}
+                how: dict[str, Any] = dict(sampling=sampling, seed=seed, clock=args.clock)
+                for name, one in serve(target, contenders, prompts, users, rounds=args.rounds, **how).items():
                     found[name, users].append(one)
-                    bar.update()
-    return profile, found
+                bar.update()
+            yield profile, found
 
 
 def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":

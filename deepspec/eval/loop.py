@@ -168,7 +168,8 @@ class Loop:
         with self._timed("verify"):
             drafts = admitted.tolist()
             counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
-            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)[:, : max(counts)]
+            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)
+            tokens = tokens if self.session.fixed else tokens[:, : max(counts)]
             scored = self.session.score(tokens, counts)
             verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), chance)
             following = verdict.next_token[:, None]

@@ -51,6 +51,7 @@ def add_run_options(p: Parser, *, equality: str) -> None:
     p.add("--turns", choices=["first", "all"], default="first", help="of a prompt; later ones follow its own answers")
     p.add("--verify", nargs="+", choices=["token", "block"], default=["token"], help="rule of verification, or both")
     p.add("--draft", nargs="+", choices=["sample", "greedy"], default=["sample"], help="draft tokens, or both ways")
+    p.add_argument("--compile", action="store_true", help="torch.compile the rounds of target and block drafters")
     p.add("--repeats", type=int, default=1, help="how often each timing is taken")
     p.add("--warmup", type=int, default=2, help="prompts decoded before the timings")
 
@@ -76,6 +77,7 @@ def eval_config(args: argparse.Namespace, schedule: Sequence[str]) -> "EvalConfi
         draft=tuple(args.draft),
         thinking=args.thinking,
         turns=args.turns,
+        compile=args.compile,
     )
 
 

@@ -66,10 +66,10 @@ def acceptance_by_slot(rows: Sequence[Row]) -> Any:
 
 
 def acceptance_by_domain(rows: Sequence[Row], always: bool = False) -> Any:
-    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper). None for a single
-    task, whose own picture shows the same, unless `always`."""
+    """Conditional acceptance by slot, a panel a domain, its tasks pooled (Figure 2 of the paper). None where each
+    domain is one task, whose own picture shows the same, unless `always`."""
     domains, temperatures = _seen(rows, "domain"), _seen(rows, "temperature")
-    if not always and len(domains) < 2 and len(_seen(rows, "task")) < 2:
+    if not always and len(domains) == len(_seen(rows, "task")):
         return None
     figure, panels = plots.grid(len(temperatures), len(domains), sharex=True, sharey=True)
     colour = plots.colours(r["drafter"] for r in rows)

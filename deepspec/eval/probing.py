@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,17 @@ def measure(
 def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
     """How often `measure` ticks."""
     return 2 * WARMUP + repeats * (2 + min(sizes, requests * slots + 1))
+
+
+def merged(measured: Sequence[Measured]) -> list[Measured]:
+    """One for each number of requests: the medians of those measured at different times, in the same sizes."""
+    found = []
+    for requests in sorted({m.requests for m in measured}):
+        same = [m for m in measured if m.requests == requests]
+        plain, off = (statistics.median(getattr(m, name) for m in same) for name in ("plain", "off"))
+        step = {b: statistics.median(m.step[b] for m in same) for b in same[0].step}
+        found.append(Measured(requests, plain, off, step))
+    return found
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:

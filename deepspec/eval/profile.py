@@ -78,14 +78,27 @@ def make(
     """Measure at each concurrency and fit the additive cost."""
     from tqdm import tqdm
 
-    from ..provenance import provenance
-    from .cost import Profile
-    from .probing import additive, measure, number_of_rounds
+    from .probing import measure, number_of_rounds
 
     total = sum(number_of_rounds(drafter.num_slots, r, repeats) for r in concurrency)
     with tqdm(total=total, unit="round", desc="profile", disable=None) as bar:
         how: dict[str, Any] = dict(repeats=repeats, sampling=sampling, seed=seed, clock=clock, tick=bar.update)
         measured = [measure(target, drafter, prompts, r, **how) for r in concurrency]
+    return describe(measured, target, prompts, sampling, clock), measured
+
+
+def describe(
+    measured: "Sequence[Measured]",
+    target: "Target",
+    prompts: Sequence[Sequence[int]],
+    sampling: "Sampling",
+    clock: "Time",
+) -> "Profile":
+    """What was measured, as a profile that says how."""
+    from ..provenance import provenance
+    from .cost import Profile
+    from .probing import additive
+
     cost, error = additive(measured)
     extra = {
         "plain_seconds": [m.plain for m in measured],
@@ -99,7 +112,7 @@ def make(
         "context": sum(map(len, prompts)) / len(prompts),
         "versions": provenance(),
     }
-    return Profile(cost, extra), measured
+    return Profile(cost, extra)
 
 
 def with_costs(models: "Models", work: "Work", out: Path) -> "Models":

@@ -1,6 +1,7 @@
 """Watching the decoding loop round by round: how long each took, what it verified and what it committed."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,19 @@ Time = Literal["wall", "cpu"]
 class RoundLog:
     """The rounds of a run: `stream`'s clock and its `on_round` in one. The loop ends when `enough(self)` says so."""
 
-    def __init__(self, device: torch.device, enough: Callable[["RoundLog"], bool], clock: Time = "wall") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        enough: Callable[["RoundLog"], bool],
+        clock: Time = "wall",
+        between: Callable[[], object] = lambda: None,
+    ) -> None:
         """clock cpu counts this process's own seconds of CPU: with one thread, what the wall would show were no other
-        process on the machine."""
+        process on the machine. `between` is called after every round, and belongs to none."""
         self.rounds: list[Round] = []
         self.prefill = 0.0
         """Seconds of prefill so far."""
-        self._device, self._enough, self._clock = device, enough, clock
+        self._device, self._enough, self._clock, self._between = device, enough, clock, between
         self._mark = self._now()
 
     @contextlib.contextmanager
@@ -59,11 +66,34 @@ class RoundLog:
         """A round is over. verified, kept [B]: drafts verified, tokens committed of each row; kept 0: it was idle."""
         now = self._now()
         self.rounds.append(Round(now - self._mark, sum(k > 0 for k in kept), sum(verified), sum(kept)))
-        self._mark = now
         if self._enough(self):
             raise Enough
+        self._between()
+        self._mark = self._now()
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() if self._clock == "wall" else time.process_time()
+
+
+class Turns:
+    """Lets threads run one at a time, in the order of their numbers; who has left is passed over."""
+
+    def __init__(self, number: int) -> None:
+        self._changed, self._here, self._now = threading.Condition(), list(range(number)), 0
+
+    def take(self, me: int) -> None:
+        """Wait until it is my turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._now == me)
+
+    def give(self, me: int, *, leave: bool = False) -> None:
+        """It is the next one's turn; with `leave` it is never mine again."""
+        with self._changed:
+            at = self._here.index(me)
+            order = [*self._here[at + 1 :], *self._here[:at], *([] if leave else [me])]
+            if leave:
+                self._here.remove(me)
+            self._now = order[0] if order else -1
+            self._changed.notify_all()

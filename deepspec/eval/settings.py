@@ -73,6 +73,9 @@ class EvalConfig(Checked):
     turns: Literal["first", "all"] = "first"
     """Whether a prompt's later turns are asked too, after the model's own answers to the earlier ones."""
 
+    compile: bool = False
+    """Whether the timed rounds run compiled, in fixed shapes; then each is decoded once before it is timed."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_new_tokens", "concurrency", "repeats"):

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..cache import cache_dir, write_text
 from ..checked import InputError
-from ..data.chat import Skip, Thinking, conversation, render_prompt
+from ..data.chat import Thinking, render_prompt
 from ..data.prompts import Prompt, TokenizerSource, load_prompts, read_records, take
+from ..data.records import Skip, conversation
 from .benchmarks import BENCHMARKS
 
 

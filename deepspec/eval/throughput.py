@@ -24,8 +24,8 @@ Array = np.ndarray[Any, Any]
 
 MEMORY = 32
 """Proposals that the history holds at least: a single request's last one would be a poor forecast."""
-PROBE = 16
-"""While drafting does not pay, one row in so many gets a draft once in so many rounds, to see whether it does again."""
+PROBE_ROUNDS, PROBE_ROWS = 32, 16
+"""While drafting does not pay, once in so many rounds one row in so many gets a draft, to see whether it does again."""
 
 
 def throughput(cost: Cost) -> Schedule:
@@ -90,8 +90,8 @@ class History:
 class _Scheduler:
     """What both have in common: the history, and drafting only where it says that it pays."""
 
-    def __init__(self, cost: Cost, memory: int = MEMORY, probe: int = PROBE) -> None:
-        self.cost, self.history, self.probe = cost, History(cost, memory), probe
+    def __init__(self, cost: Cost, memory: int = MEMORY) -> None:
+        self.cost, self.history = cost, History(cost, memory)
         self._round = 0
 
     def wants(self, active: Tensor) -> Tensor:
@@ -99,9 +99,9 @@ class _Scheduler:
         self._round += 1
         if self.history.budget(int(active.sum())) != 0:
             return active
-        turn, rest = divmod(self._round, self.probe)
+        turn, rest = divmod(self._round, PROBE_ROUNDS)
         places = torch.arange(len(active))
-        return active & (places % self.probe == turn % min(self.probe, len(active))) & (rest == 0)
+        return active & (places % PROBE_ROWS == turn % min(PROBE_ROWS, len(active))) & (rest == 0)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
         values = confidence.double().cpu().numpy()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..sampling import ANCHOR, Sampling, uniforms
 from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list, on_device
 from .drafter import Batch, Drafter, DrafterConfig, Proposal
+from .fixed import capacity
 from .layers import Block, Rotary, spec_norm
 from .packed import pack
 from .spec import BlockSpec
@@ -117,6 +118,7 @@ class BlockDrafter(Drafter):
         self.embed_proj = nn.Linear(vocab.dim, spec.dim, bias=False) if other else None
         self.out_proj = nn.Linear(spec.dim, vocab.dim, bias=False) if other else None
         self.rotary = Rotary(spec)
+        self._program: Callable[..., Any] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -181,11 +183,15 @@ class BlockDrafter(Drafter):
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        self._program = torch.compile(self._fixed, dynamic=False, **options)
+
     def new_state(self, rows: int, max_length: int) -> BlockState:
         device = self.fc.weight.device
         pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them
-        cache = KVCache(rows, max_length + self.config.block_size)
+        places = max_length + self.config.block_size
+        cache = KVCache(rows, places if self._program is None else capacity(places))
         return BlockState(cache, [0] * rows, torch.zeros(rows, dtype=torch.long, device=device))
 
     @torch.no_grad()
@@ -229,31 +235,50 @@ class BlockDrafter(Drafter):
 
     def _states(self, state: BlockState, live: list[int], rows: Tensor | None) -> Tensor:
         """Slot states [B, G, D] of the block after the anchor of each of `live`; rows [B] the same, None: all."""
-        device, width = state.anchors.device, self.config.block_size
+        device, width, window = state.anchors.device, self.config.block_size, self.config.sliding_window
+        if self._program is not None:
+            states: Tensor = self._program(state.anchors, on_device(state.lengths, device), state.cache)
+            return states if rows is None else states[rows]
         ends = [state.lengths[b] for b in live]
         longest = max(ends, default=0) + width
-        start = on_device(ends, device)
-        positions = start[:, None] + torch.arange(width, device=device)
-        anchors = state.anchors if rows is None else state.anchors[rows]
-        x, rotary = self._embed(anchors), self.rotary(positions)
-        numbers = torch.arange(len(live), device=device) if rows is None else rows
-        where = (numbers[:, None] * state.cache.capacity + positions).flatten()
-        window = self.config.sliding_window
         # no row sees anything before this
         first = 0 if window is None else max(0, min(ends, default=0) + 1 - window)
+        start = on_device(ends, device)
         mask = None
         if len(set(ends)) > 1 or (window is not None and longest > window):
-            # a row sees its own context, no farther back than the window, and its block; not what lies beyond
-            key = torch.arange(first, longest, device=device)
-            own = (key < positions[:, -1:] + 1)[:, None]
-            if window is not None:
-                own = own & ((key > positions[..., None] - window) | (key >= start[:, None])[:, None])
-            mask = own[:, None].expand(-1, 1, width, -1)
+            mask = self._mask(start, torch.arange(first, longest, device=device))
+        anchors = state.anchors if rows is None else state.anchors[rows]
+        return self._through(anchors, start, state.cache, mask, (first, longest), rows)
+
+    def _fixed(self, anchors: Tensor, start: Tensor, cache: KVCache) -> Tensor:
+        """The same for all rows and the whole capacity: one shape, whatever the context. start [B]: its lengths."""
+        mask = self._mask(start, torch.arange(cache.capacity, device=start.device))
+        return self._through(anchors, start, cache, mask, (0, cache.capacity), None)
+
+    def _mask(self, start: Tensor, key: Tensor) -> Tensor:
+        """[B, 1, width, keys] bool for blocks at start [B] and places key: a row sees its own context, no farther back
+        than the window, and its block; not what lies beyond."""
+        width, window = self.config.block_size, self.config.sliding_window
+        own = (key < start[:, None] + width)[:, None]
+        if window is not None:
+            positions = start[:, None] + torch.arange(width, device=start.device)
+            own = own & ((key > positions[..., None] - window) | (key >= start[:, None])[:, None])
+        return own[:, None].expand(-1, 1, width, -1)
+
+    def _through(
+        self, anchors: Tensor, start: Tensor, cache: KVCache, mask: Tensor | None, read: tuple[int, int],
+        rows: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Blocks of anchors [B] at start [B] through the layers, over places read[0] to read[1] of the cache's rows."""
+        positions = start[:, None] + torch.arange(self.config.block_size, device=start.device)
+        x, rotary = self._embed(anchors), self.rotary(positions)
+        numbers = torch.arange(len(start), device=start.device) if rows is None else rows
+        where = (numbers[:, None] * cache.capacity + positions).flatten()
         for i, layer in enumerate(self._blocks()):
 
             def look(q: Tensor, k: Tensor, v: Tensor, i: int = i, scale: float = layer.self_attn.scale) -> Tensor:
-                state.cache.write(i, where, k.flatten(0, 1), v.flatten(0, 1))
-                keys, values = state.cache.read(i, longest, rows, first)
+                cache.write(i, where, k.flatten(0, 1), v.flatten(0, 1))
+                keys, values = cache.read(i, read[1], rows, read[0])
                 return attend(q.transpose(1, 2), keys, values, mask, scale).transpose(1, 2)
 
             x = layer(x, rotary, look)

@@ -188,6 +188,11 @@ class Drafter(nn.Module, ABC):
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """From now on, draft in passes of one shape, compiled at the first of each; options are torch.compile's. What
+        has no fixed shape stays as it is."""
+
+    @abstractmethod
     def new_state(self, rows: int, max_length: int) -> Any:
         """State of `rows` empty sequences of up to `max_length` positions each."""
 

@@ -314,6 +314,9 @@ class Eagle3(Drafter):
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Nothing: it drafts token by token."""
+
     def new_state(self, rows: int, max_length: int) -> Eagle3State:
         pack(self)
         # a proposal writes its own keys after the context, where the next observation overwrites them

@@ -24,8 +24,9 @@ class Packed:
         self._weight: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear: x [..., I], weight [O, I], bias [O] -> [..., O]. As it is where gradients are on."""
-        if not (
+        """F.linear: x [..., I], weight [O, I], bias [O] -> [..., O]. Plain where gradients are on or a compiler
+        has its own."""
+        if torch.compiler.is_compiling() or not (
             weight.dtype == x.dtype == torch.bfloat16
             and weight.device.type == "cpu"
             and not torch.is_grad_enabled()

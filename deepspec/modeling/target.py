@@ -22,6 +22,7 @@ from ..checked import InputError
 from .attention import attend
 from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
+from .fixed import PLACES, FixedDecoder, capacity
 from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
 from .packed import pack
 from .vocab import Vocab
@@ -68,6 +69,12 @@ class Target:
         model.set_attn_implementation(ATTENTION)
         self.stop_ids: tuple[int, ...] = stop_ids(model.generation_config, self.config, tokenizer)
         """Ids that end an answer, from the generation config, the model config and the tokenizer."""
+        self.fixed: FixedDecoder | None = None
+
+    def compile(self, **options: Any) -> None:
+        """From now on sessions score up to fixed.PLACES tokens a row in passes of one shape, compiled at the first of
+        each shape; options are torch.compile's. Prefill stays as it is."""
+        self.fixed = FixedDecoder(self._decoder, **options)
 
     @classmethod
     def load(
@@ -174,7 +181,9 @@ class Session:
         self.target, self.rows, self.max_length, self.layer_ids = target, rows, max_length, layer_ids
         self.lengths = [0] * rows
         """Tokens of each row whose keys and values are in the cache."""
-        self._cache = KVCache(rows, max_length)
+        self.fixed = target.fixed is not None
+        """Whether passes after the prefill have one shape, whatever counts say: all rows, all of the S places."""
+        self._cache = KVCache(rows, capacity(max_length) if self.fixed else max_length)
 
     @torch.no_grad()
     def score(self, tokens: Tensor, counts: Tensor | Sequence[int] | None = None, *, last_only: bool = False) -> Scored:
@@ -190,6 +199,11 @@ class Session:
                 raise ValueError(
                     f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}"
                 )
+        if self.target.fixed is not None and any(self.lengths) and 0 < S <= PLACES and not last_only:
+            start = on_device(self.lengths, tokens.device)
+            features, hidden = self.target.fixed(tokens, start, self._cache, self.layer_ids)
+            self.lengths = [length + count for length, count in zip(self.lengths, count_list)]
+            return Scored(self.target.vocab.logits(hidden), features, hidden)
         ragged = Ragged(count_list, tokens.device)
         width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
         if width >= S:

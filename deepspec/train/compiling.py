@@ -26,18 +26,20 @@ def wanted(setting: Setting, device: torch.device) -> bool:
     return True
 
 
-def objective(drafter: Drafter, config: LossConfig, setting: Setting, device: torch.device) -> Objective:
+def objective(
+    drafter: Drafter, config: LossConfig, setting: Setting, device: torch.device, backend: str = "inductor"
+) -> Objective:
     """The objective of a drafter; its blocks, and the drafter's layers, compiled where that is wanted.
 
     Alike layers share a graph. On CUDA a graph is of one shape, and rows are padded to few of them (`width`); on a CPU
-    the second shape makes the graph one for all.
+    the second shape makes the graph one for all. `backend` is torch.compile's.
     """
     if not wanted(setting, device):
         return Objective(drafter, config)
     for module in drafter.modules():
         if isinstance(module, Block):
-            module.compile(dynamic=False if device.type == "cuda" else None)
-    return Objective(drafter, config, torch.compile(block_terms, dynamic=True))
+            module.compile(dynamic=False if device.type == "cuda" else None, backend=backend)
+    return Objective(drafter, config, torch.compile(block_terms, dynamic=True, backend=backend))
 
 
 def width(longest: int, most: int) -> int:
