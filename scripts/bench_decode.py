@@ -37,14 +37,15 @@ def hf_generate(model: Any, prompts: list[list[int]], new: int) -> list[list[int
     return out[:, ids.shape[1] :].tolist()
 
 
-def timed(run: Any, device: torch.device) -> tuple[float, Any]:
+def timed(run: Any, device: torch.device, clock: str) -> tuple[float, Any]:
+    now = time.process_time if clock == "cpu" else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = now()
     result = run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began, result
+    return now() - began, result
 
 
 class Ours:
@@ -103,7 +104,7 @@ def compare(args: argparse.Namespace, target: deepspec.Target, drafters: dict[st
         outputs = {}
         for repeat in range(args.repeats + 1):
             for name, run in runs.items():
-                took, outputs[name] = timed(run, target.device)
+                took, outputs[name] = timed(run, target.device, args.clock)
                 if repeat:  # the first is a warm-up
                     seconds[name].append(took)
         total = len(prompts) * args.new
@@ -147,7 +148,7 @@ def refill(args: argparse.Namespace, target: deepspec.Target, drafters: dict[str
                     ours = Ours(args, target, drafter)
                     cut = args.refill if repeat else 2 * batch  # the first is a warm-up
                     run = functools.partial(ours.run, many[:cut], budgets[:cut], batch)
-                    took, outputs = timed(run, target.device)
+                    took, outputs = timed(run, target.device, args.clock)
                     if repeat:
                         speeds[kind].append(sum(map(len, outputs)) / took)
             row: dict[str, Any] = {kind: statistics.median(s) for kind, s in speeds.items()}
@@ -174,6 +175,8 @@ def main() -> None:
     parser.add_argument("--verify", default="token", choices=["token", "block"])
     parser.add_argument("--draft", default="sample", choices=["sample", "greedy"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu: own CPU seconds, for ratios where others share the machine")  # fmt: skip
     parser.add_argument("--refill", type=int, help="measure refill with this many requests")
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args()

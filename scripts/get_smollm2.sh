@@ -5,11 +5,5 @@
 # PYTHON_ENV names a virtual environment to use (default .venv, made if it is missing).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export OMP_WAIT_POLICY=PASSIVE
-
-env=${PYTHON_ENV:-.venv}
-if [ -z "${PYTHON_ENV:-}" ]; then
-    source scripts/venv.sh
-    ensure_venv .venv plot,gguf
-fi
-exec "$env/bin/python" scripts/get_smollm2.py "$@"
+source scripts/venv.sh
+run_in_env get_smollm2.py "$@"

@@ -30,3 +30,9 @@ EOF
     "$dir/bin/python" -m pip install -q -e "$root[$extras]"
     echo "$stamp" >"$dir/.deepspec-stamp"
 }
+
+run_in_env() { # run_in_env SCRIPT ARGS...: one of these scripts in $PYTHON_ENV, or in .venv, made if it is missing
+    export OMP_WAIT_POLICY=PASSIVE
+    [ -n "${PYTHON_ENV:-}" ] || ensure_venv .venv plot,gguf
+    exec "${PYTHON_ENV:-.venv}/bin/python" "scripts/$1" "${@:2}"
+}

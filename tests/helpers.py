@@ -26,6 +26,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
+GEMMA = dict(
+    head_dim=8, sliding_window=5, final_logit_softcapping=4.0,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+)  # fmt: skip
+GEMMA4 = GEMMA | dict(
+    global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0
+)
 
 
 def hf_model(family: str = "qwen3", *, seed: int = 0, **changes):
@@ -42,12 +49,16 @@ def hf_model(family: str = "qwen3", *, seed: int = 0, **changes):
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
         "mistral": (t.MistralConfig, t.MistralForCausalLM),
+        "gemma3": (t.Gemma3TextConfig, t.Gemma3ForCausalLM),
+        "gemma4": (t.Gemma4TextConfig, t.Gemma4ForCausalLM),
     }[family]
     own = {
         "qwen3": dict(head_dim=16),
         "llama": dict(rope_parameters=LLAMA3, num_key_value_heads=4),
         "qwen2": {},
         "mistral": dict(sliding_window=6),
+        "gemma3": GEMMA | dict(query_pre_attn_scalar=24),
+        "gemma4": GEMMA4,
     }[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -72,6 +83,9 @@ def randomize(module: nn.Module, scale: float = 1.0) -> None:
                 p.normal_(0, 0.3 * scale)
             else:
                 p.normal_(0, p.shape[1] ** -0.5)
+        for name, x in module.named_buffers():
+            if "layer_scalar" in name:
+                x.uniform_(0.5, 1.5)
 
 
 @functools.cache

@@ -50,6 +50,17 @@ def test_figures_by_hand():
     )
 
 
+def test_a_slot_is_judged_on_the_rounds_that_reached_it():
+    """Four rounds by hand: slot 1's own confidence is ranked among the three that reached it (AUC 1/2: one above, one
+    below), its survival is judged on all four."""
+    logits = np.array([[2.0, 9.0], [2.0, 0.0], [2.0, 1.0], [2.0, -1.0]])
+    found = quality(Records(logits, np.array([0, 2, 1, 1])), [1.0, 1.0])
+    assert found.auc == [0.5, 0.5]  # slot 0: all the same confidence
+    a = survival(logits, [1.0, 1.0])
+    assert found.brier[1] == pytest.approx(np.mean((a[:, 1] - [0, 1, 0, 0]) ** 2))
+    assert sum(n for _, _, n in found.diagrams[1]) == 4
+
+
 def test_temperatures_are_found_and_help_on_other_records():
     """Logits spoilt by known factors: fitted on one half, the mean calibration error on the other falls below 2 % and
     below half; the order, and so the AUC, of every slot stays. 20,000 records of a fixed seed."""

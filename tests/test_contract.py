@@ -204,10 +204,6 @@ def test_style_of_a_file(path):
             )
 
 
-LONG = {"tiny.py", "hub/native.py", "modeling/eagle3.py"}
-"""Reported: to be divided."""
-
-
 def test_no_file_is_long():
-    """At most 350 lines a file; a file named above that has become short must leave the list."""
-    assert {str(p.relative_to(ROOT)) for p in FILES if len(p.read_text().splitlines()) > 350} == LONG
+    """At most 350 lines a file."""
+    assert not [str(p.relative_to(ROOT)) for p in FILES if len(p.read_text().splitlines()) > 350]

@@ -230,6 +230,10 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
     assert set(asked) == {("some/set", None, "train_sft", None), ("other/set", "part", "train_sft", "v1.0")}
     assert sorted(texts(out)) == ["other/set 0", "other/set 1", "some/set 0", "some/set 1"]
     assert Counter(r["task"] for r in read(out)) == {"set": 4}
+    monkeypatch.setattr("deepspec.eval.tasks.cache_dir", lambda *parts: tmp_path / parts[-1])
+    write(tmp_path / "gsm8k.jsonl", *questions(3))
+    collect(tmp_path / "q.jsonl", "gsm8k", hold_out=0.0)
+    assert len(read(tmp_path / "q.jsonl")) == 3 and {r["task"] for r in read(tmp_path / "q.jsonl")} == {"gsm8k"}
     with pytest.raises(InputError, match=r"'no/such', split 'train', cannot be read: Dataset 'no/such' doesn't exist$"):
         collect(out, "no/such")
     for name in ("missing.jsonl", "a/missing.parquet", "x", "a/b/c"):

@@ -12,7 +12,8 @@ from torch import nn
 
 import deepspec
 from deepspec.checked import ConfigError, InputError
-from deepspec.hub.native import from_json, read_config
+from deepspec.hub.files import read_config
+from deepspec.hub.load import from_json
 from deepspec.modeling.attention import sees_context
 from deepspec.modeling.cache import KVCache
 from deepspec.modeling.spec import BlockSpec

@@ -18,8 +18,9 @@ from twins import naive_objective
 import deepspec
 from deepspec import Batch, Eagle3Config, LossConfig, Objective, Sampling, Target, generate
 from deepspec.checked import ConfigError, InputError
-from deepspec.modeling import eagle3 as module
-from deepspec.modeling.eagle3 import Eagle3, Unrolled
+from deepspec.modeling import unrolled as module
+from deepspec.modeling.eagle3 import Eagle3
+from deepspec.modeling.unrolled import Unrolled
 from deepspec.sampling import uniforms
 
 V, LAYERS, G = 40, (0, 2), 4
@@ -188,7 +189,7 @@ def naive(q, k, v, own, rows, document, scale):
 @pytest.mark.parametrize("slices", [1, 4])
 def test_unrolled_attention_is_its_naive_twin(earlier, slices, monkeypatch):
     """Output and every gradient, to 1e-10 in float64; packed rows, unsorted anchors, any number of slices."""
-    monkeypatch.setattr(module, "ROUND", 8 if slices == 1 else 2)
+    monkeypatch.setattr(module, "SLICE", 8 if slices == 1 else 2)
     torch.manual_seed(earlier)
     B, T, A, Q, K, H = 2, 9, 7, 4, 2, 6
     rows = torch.randint(0, T, (B, A))
@@ -215,7 +216,7 @@ def test_loss_and_gradients_are_those_of_the_layer_written_out(kind):
     document = torch.tensor([[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2])
     position = torch.tensor([[*range(6), *range(5)], [*range(9), 0, 0]])
     b = batch(2, 11, document=document, position=position)
-    anchors, real = d.anchors(b, torch.zeros(2))
+    anchors, real = d.anchors(b, torch.zeros(2, dtype=torch.long))
     loss, weight, _ = Objective(d, LOSS)(b, anchors=(anchors, real))
     (loss / weight).backward()
     ours = {n: p.grad.clone() for n, p in d.named_parameters()}
@@ -332,12 +333,12 @@ def test_packed_is_separate():
         join("tokens"), mask, join("features"), join("hidden"),
         document=torch.tensor([[0] * 9 + [1] * 7 + [-1] * 3]), position=torch.tensor([[*range(9), *range(7), 0, 0, 0]]),
     )  # fmt: skip
-    anchors, real = d.anchors(b, torch.zeros(1))
+    anchors, real = d.anchors(b, torch.zeros(1, dtype=torch.long))
     hidden = d.hidden(b, anchors)
     loss, weight, metrics = Objective(d, LOSS)(b)
     total, found, tau = 0, [], 0
     for part, offset in zip(parts, (0, 9)):
-        mine, ok = d.anchors(part, torch.zeros(1))
+        mine, ok = d.anchors(part, torch.zeros(1, dtype=torch.long))
         states = d.hidden(part, mine)
         for i in ok[0].nonzero()[:, 0].tolist():
             at = int(mine[0, i])
@@ -357,7 +358,7 @@ def test_anchors_are_every_position_whose_successor_is_supervised():
     document = torch.tensor([[0] * 8 + [1] * 6, [0] * 11 + [-1] * 3])
     b = batch(2, 14, document=document)
     b.loss_mask[1, 11:] = False
-    anchors, real = drafter().anchors(b, torch.zeros(2))
+    anchors, real = drafter().anchors(b, torch.zeros(2, dtype=torch.long))
     for row in range(2):
         right = [
             a for a in range(1, 13) if b.loss_mask[row, a + 1] and len(set(document[row, a - 1 : a + 2].tolist())) == 1
@@ -365,7 +366,7 @@ def test_anchors_are_every_position_whose_successor_is_supervised():
         assert anchors[row][real[row]].tolist() == right
     for T in (1, 2):  # nothing to predict: no anchor, no error
         small = batch(2, T, loss_mask=torch.ones(2, T).bool())
-        anchors, real = drafter().anchors(small, torch.zeros(2))
+        anchors, real = drafter().anchors(small, torch.zeros(2, dtype=torch.long))
         assert not real.any() and drafter().hidden(small, anchors).shape[2:] == (G, 32)
         loss, weight, _ = Objective(drafter(), LOSS)(small)
         assert loss == 0 and weight == 0

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import deepspec
 from deepspec.checked import InputError
-from deepspec.hub.native import read_config, read_spec
+from deepspec.hub.files import read_config
+from deepspec.hub.load import read_spec
 from deepspec.modeling.drafter import gather_slots
 from deepspec.modeling.families import read_family
 from deepspec.modeling.layers import Block, Rotary

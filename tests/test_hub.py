@@ -14,7 +14,7 @@ from test_golden import CASES, HERE
 
 import deepspec
 from deepspec import InputError, Target, load_drafter
-from deepspec.hub.native import read_spec
+from deepspec.hub.load import read_spec
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 BACKBONE = ["fc.weight", "hidden_norm.weight", "norm.weight"] + [
@@ -433,7 +433,8 @@ def test_saving_does_not_change_the_drafter(tmp_path):
 
 def test_settings_survive_as_json():
     """Every setting, defaults or not, comes back equal through JSON."""
-    from deepspec.hub.native import config_to_json, from_json
+    from deepspec.hub.load import from_json
+    from deepspec.hub.native import config_to_json
 
     for kind in KINDS:
         for changes in ({}, dict(num_anchors=9, num_draft_layers=1)):

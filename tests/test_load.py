@@ -192,6 +192,13 @@ def test_a_simulation_is_the_cost_and_the_traces():
     assert simulate(traces(2), [0.1] * G, bench, threshold(0.95), R, rounds=30).verified == 30 * R * G
 
 
+def test_a_simulation_goes_through_its_traces():
+    """Rounds that keep nothing and all in turn: half of all drafts survive, whoever starts where."""
+    logits, survived = np.zeros((20, G)), np.array([0, G] * 10)
+    turn = simulate([Trace("t", logits, survived)], [1.0] * G, Profile(COST), verify_all(), 3, rounds=400)
+    assert turn.tokens == pytest.approx(3 * 400 * (1 + G / 2), rel=0.02)
+
+
 def test_a_simulation_without_hope_is_nearly_plain():
     """Where nothing survives, the scheduler drafts for a row in sixteen now and then and pays for that."""
     bench = Profile(COST)

@@ -46,14 +46,22 @@ GEMMA4 = {
         "max_position_embeddings": 262144, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+SMOLLM2 = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True, "eos_token_id": 2,
+    "pad_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
 TARGETS = {
     "qwen3_4b": qwen(2560, 9728, 36, 32, tied=True),
     "qwen3_8b": qwen(4096, 12288, 36, 32),
     "qwen3_14b": qwen(5120, 17408, 40, 40),
     "gemma3_270m": GEMMA3,
     "gemma4_12b": GEMMA4,
+    "smollm2_135m": SMOLLM2,
 }
-CELLS = [(kind, name) for kind in ("dspark", "dflash") for name in TARGETS]
+SMALL = ("gemma3_270m", "smollm2_135m")
+CELLS = [(kind, name) for kind in ("dspark", "dflash", "eagle3") for name in TARGETS]
 
 
 @pytest.fixture
@@ -68,12 +76,15 @@ def planned(tmp_path):
 
 @pytest.mark.parametrize("kind,name", CELLS)
 def test_every_recipe_fits_its_target(planned, kind, name):
-    """62 tensors for DSpark and 58 for DFlash of five layers (formats.md 1.2); a Gemma 4 layer has no v_proj and three
-    tensors more, a Gemma 3 layer two."""
+    """62 tensors for DSpark and 58 for DFlash of five layers, 12 for Eagle3 without q/k norms (formats.md 1.2, 1.4); a
+    Gemma 4 layer has no v_proj and three tensors more, a Gemma 3 layer two. Eagle3 drafts from every position."""
     p = planned(kind, name)
-    per_layer, layers = {"gemma4_12b": (13, 5), "gemma3_270m": (13, 2)}.get(name, (11, 5))
-    assert p.saved_tensors == 3 + per_layer * layers + (4 if kind == "dspark" else 0)
-    assert p.slots == (8 * 32 * 7 if name == "gemma3_270m" else 512 * 512 * 7)
+    layers = 2 if name in SMALL else 5
+    more = {"gemma4_12b": 2, "gemma3_270m": 2}.get(name, 0)
+    block = 3 + (11 + more) * layers + (4 if kind == "dspark" else 0)
+    assert p.saved_tensors == (12 + more if kind == "eagle3" else block)
+    rows, anchors, length = (8, 32, 512) if name in SMALL else (512, 512, 4096)
+    assert p.slots == rows * 7 * (length if kind == "eagle3" else anchors)
     text = TARGETS[name].get("text_config", TARGETS[name])
     assert p.frozen["embedding = head" if text["tie_word_embeddings"] else "embedding"] == (
         text["vocab_size"],
@@ -87,15 +98,20 @@ def test_every_recipe_fits_its_target(planned, kind, name):
 @pytest.mark.parametrize("name", ["qwen3_4b", "qwen3_8b", "qwen3_14b", "gemma4_12b"])
 def test_recipes_hold_the_papers_values(name):
     ids = {"qwen3_14b": (1, 10, 19, 28, 37), "gemma4_12b": (5, 17, 29, 41, 46)}.get(name, (1, 9, 17, 25, 33))
-    for kind in ("dspark", "dflash"):
+    for kind in ("dspark", "dflash", "eagle3"):
         c = deepspec.load_config(ROOT / kind / f"{name}.py")
         d, t, x = c.drafter, c.train, c.loss
-        assert d.target_layer_ids == ids and d.mask_token_id == (4 if name == "gemma4_12b" else 151669)
-        assert (d.block_size, d.num_draft_layers, d.num_anchors, d.sample_from_anchor) == (7, 5, 512, True)
+        assert d.target_layer_ids == ids and d.block_size == 7
         assert (t.lr, t.warmup, t.weight_decay, t.clip, t.precision) == (6e-4, 0.04, 0.0, 1.0, "bf16")
         assert (t.batch_size, t.epochs, c.data.max_length, c.data.min_supervised, c.seed) == (512, 10, 4096, 14, 42)
-        assert math.isclose(x.slot_decay, math.exp(-1 / 4)) and name in str(c.out) and kind in str(c.out)
-        assert name in c.data.path[0]
+        assert name in str(c.out) and kind in str(c.out) and name in c.data.path[0]
+        if kind == "eagle3":
+            assert (x.ce, x.kl, x.tv, x.confidence, x.slot_decay, x.reduce) == (0.0, 1.0, 0.0, 0.0, 0.8, "document")
+            assert (d.num_anchors, d.draft_vocab_size, d.qk_norm) == (None, None, False)
+            continue
+        assert d.mask_token_id == (4 if name == "gemma4_12b" else 151669)
+        assert (d.num_draft_layers, d.num_anchors, d.sample_from_anchor) == (5, 512, True)
+        assert math.isclose(x.slot_decay, math.exp(-1 / 4)) and x.reduce == "slot"
         if kind == "dspark":
             assert (x.ce, x.kl, x.tv, x.confidence) == (0.1, 0.0, 0.9, 1.0)
             assert (d.markov_rank, d.markov_head_type, d.confidence_head) == (256, "vanilla", True)
@@ -116,6 +132,19 @@ def test_frozen_figures_of_qwen3_4b(planned):
     linear = 2 * 4096 * (5 * D * D + 5 * 2 * D * 1024) + 2 * slots * 5 * (layer - 2 * 128 - 2 * D)
     attention = 5 * 4 * slots * 32 * 128 * (4096 + 7)
     assert math.isclose(p.flops["drafter, forward and backward"], 512 * 3 * (linear + attention), rel_tol=1e-6)
+
+
+def test_frozen_figures_of_eagle3_on_qwen3_4b(planned):
+    """Of one layer that reads two streams; attention of every slot to the whole row and its own earlier slots."""
+    p = planned("eagle3", "qwen3_4b")
+    D, M, T, G = 2560, 9728, 4096, 7
+    layer = 2 * D * (4096 + 2 * 1024) + 4096 * D + 3 * D * M
+    assert sum(p.parameters.values()) == 5 * D * D + layer + 3 * D + D == 149_432_320
+    linear = 2 * T * (5 * D * D + G * layer)
+    attention = 4 * 32 * 128 * T * sum(T + g for g in range(G))
+    assert math.isclose(p.flops["drafter, forward and backward"], 512 * 3 * (linear + attention), rel_tol=1e-6)
+    few = planned("eagle3", "qwen3_4b", "drafter.num_anchors=512")
+    assert few.slots == 512 * 512 * 7 and few.flops["drafter, forward and backward"] < sum(p.flops.values()) / 5
 
 
 def test_settings_change_the_figures(planned):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspec import tiny
 from deepspec.checked import InputError
 from deepspec.config import load_config
+from deepspec.tiny import text, training
 
 RECIPE = tiny.Recipe(
     vocab_size=384,
@@ -143,8 +144,8 @@ def test_interrupted_build_leaves_nothing_and_resumes_to_the_same_weights(
 ) -> None:
     """Stopped after two of four steps there is no target, only a checkpoint; the next build ends in the same bits."""
     monkeypatch.setenv("DEEPSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiny, "SAVE_SECONDS", 0.0)
-    real, steps = tiny._batch, []
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    real, steps = training._batch, []
 
     def stop_at_two(tokens: torch.Tensor, step: int, recipe: tiny.Recipe) -> torch.Tensor:
         steps.append(step)
@@ -152,7 +153,7 @@ def test_interrupted_build_leaves_nothing_and_resumes_to_the_same_weights(
             raise KeyboardInterrupt
         return real(tokens, step, recipe)
 
-    monkeypatch.setattr(tiny, "_batch", stop_at_two)
+    monkeypatch.setattr(training, "_batch", stop_at_two)
     path = tiny.target_dir(RECIPE)
     with pytest.raises(KeyboardInterrupt):
         tiny.ensure(progress=False, recipe=RECIPE)
@@ -168,16 +169,16 @@ def test_interrupted_build_leaves_nothing_and_resumes_to_the_same_weights(
 
 def test_checkpoint_of_other_text_is_not_used(tmp_path: Path) -> None:
     """A checkpoint made on other text (another Python) is passed over, not continued."""
-    model = tiny._model(RECIPE)
+    model = training.fresh(RECIPE)
     tokens = torch.arange(400) % 384
     part = tmp_path / "part.safetensors"
     parameters = dict(model.named_parameters())
     optimizers = [torch.optim.AdamW(parameters.values())]
     model(input_ids=tokens[None, :8], labels=tokens[None, :8]).loss.backward()
     optimizers[0].step()
-    tiny._save(part, parameters, optimizers, {"step": 3, "seconds": 1.0, "loss": 2.0, "of": "this"})
-    assert tiny._resume(part, parameters, optimizers, "this") == (3, 1.0, 2.0)
-    assert tiny._resume(part, parameters, optimizers, "that") == (0, 0.0, 0.0)
+    training._save(part, parameters, optimizers, {"step": 3, "seconds": 1.0, "loss": 2.0, "of": "this"})
+    assert training._resume(part, parameters, optimizers, "this") == (3, 1.0, 2.0)
+    assert training._resume(part, parameters, optimizers, "that") == (0, 0.0, 0.0)
 
 
 def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +214,7 @@ def test_second_builder_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.
 
 def test_python_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python without its library as files is named, with what would be right."""
-    monkeypatch.setattr(tiny.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(InputError, match=r"needs 200,000 characters .* holds 0; use a Python"):
         tiny.read_corpus(RECIPE)
 

@@ -1,16 +1,17 @@
-"""DFlash on Gemma 3 270M: the DSpark recipe with neither sequential nor confidence head, and cross-entropy only."""
+"""DFlash on Gemma 3 270M: the target and data of dspark/gemma3_270m.py, the settings of smollm2_135m.py."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import deepspec
 
-base = deepspec.load_config(Path(__file__).parents[1] / "dspark" / "gemma3_270m.py")
+here = Path(__file__).parent
+size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "gemma3_270m.py", here / "smollm2_135m.py"))
 config = replace(
-    base,
-    drafter=deepspec.DFlashConfig(
-        block_size=7, target_layer_ids=(1, 5, 8, 11, 15), num_draft_layers=2, mask_token_id=4, num_anchors=32
+    size,
+    drafter=replace(
+        kind.drafter, target_layer_ids=size.drafter.target_layer_ids, mask_token_id=size.drafter.mask_token_id
     ),
-    loss=replace(base.loss, ce=1.0, tv=0.0, confidence=0.0),
+    loss=kind.loss,
     out=Path("runs/gemma3_270m/dflash"),
 )

@@ -1,15 +1,17 @@
-"""DFlash on Gemma 4 12B: qwen3_4b.py with the paper's layers and mask token for this target."""
+"""DFlash on Gemma 4 12B: the target and data of dspark/gemma4_12b.py, the settings of qwen3_4b.py."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import deepspec
 
-base = deepspec.load_config(Path(__file__).parent / "qwen3_4b.py")
+here = Path(__file__).parent
+size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "gemma4_12b.py", here / "qwen3_4b.py"))
 config = replace(
-    base,
-    target="google/gemma-4-12B-it",
-    drafter=replace(base.drafter, target_layer_ids=(5, 17, 29, 41, 46), mask_token_id=4),
-    data=replace(base.data, path=("data/gemma4_12b.jsonl",)),
+    size,
+    drafter=replace(
+        kind.drafter, target_layer_ids=size.drafter.target_layer_ids, mask_token_id=size.drafter.mask_token_id
+    ),
+    loss=kind.loss,
     out=Path("runs/gemma4_12b/dflash"),
 )

@@ -1,15 +1,15 @@
-"""DFlash on Qwen3-14B: qwen3_4b.py with another target of 40 layers."""
+"""DFlash on Qwen3-14B: the target and data of dspark/qwen3_14b.py, the settings of qwen3_4b.py."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import deepspec
 
-base = deepspec.load_config(Path(__file__).parent / "qwen3_4b.py")
+here = Path(__file__).parent
+size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "qwen3_14b.py", here / "qwen3_4b.py"))
 config = replace(
-    base,
-    target="Qwen/Qwen3-14B",
-    drafter=replace(base.drafter, target_layer_ids=(1, 10, 19, 28, 37)),
-    data=replace(base.data, path=("data/qwen3_14b.jsonl",)),
+    size,
+    drafter=replace(kind.drafter, target_layer_ids=size.drafter.target_layer_ids),
+    loss=kind.loss,
     out=Path("runs/qwen3_14b/dflash"),
 )

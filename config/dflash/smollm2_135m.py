@@ -1,20 +1,20 @@
-"""DFlash on SmolLM2-135M-Instruct, with the data, steps and seed of DSpark's recipe: the two can be compared."""
+"""DFlash on SmolLM2-135M-Instruct: the target and data of dspark/smollm2_135m.py, the settings of tiny.py."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import deepspec
 
-dspark = deepspec.load_config(Path(__file__).parents[1] / "dspark" / "smollm2_135m.py")
+here = Path(__file__).parent
+size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "smollm2_135m.py", here / "tiny.py"))
 config = replace(
-    dspark,
-    drafter=deepspec.DFlashConfig(
-        block_size=dspark.drafter.block_size,
-        target_layer_ids=dspark.drafter.target_layer_ids,
-        num_draft_layers=dspark.drafter.num_draft_layers,
-        mask_token_id=dspark.drafter.mask_token_id,
-        num_anchors=dspark.drafter.num_anchors,
+    size,
+    drafter=replace(
+        kind.drafter,
+        target_layer_ids=size.drafter.target_layer_ids,
+        mask_token_id=size.drafter.mask_token_id,
+        num_anchors=size.drafter.num_anchors,
     ),
-    loss=replace(dspark.loss, ce=1.0, kl=0.0, tv=0.0, confidence=0.0),
+    loss=kind.loss,
     out=Path("runs/smollm2_135m/dflash"),
 )

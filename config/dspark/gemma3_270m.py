@@ -1,4 +1,4 @@
-"""DSpark on Gemma 3 270M, a real target for one small GPU or a patient CPU.
+"""DSpark on Gemma 3 270M, a real target that fits two cores. `scripts/get_gemma3_270m.sh` puts it in its place.
 
 Not in the paper: two layers and a small rank, as for SmolLM2; five layers would be over a quarter of the target's 18.
 """
@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import deepspec
+from deepspec.cache import cache_dir
 
 base = deepspec.load_config(Path(__file__).parent / "qwen3_4b.py")
 config = replace(
     base,
-    target="google/gemma-3-270m-it",
+    target=str(cache_dir("gemma3-270m")),
     drafter=replace(
         base.drafter,
         target_layer_ids=(1, 5, 8, 11, 15),
@@ -21,7 +22,7 @@ config = replace(
         markov_rank=64,
     ),
     loss=replace(base.loss, chunk=64),
-    data=replace(base.data, path=("data/gemma3_270m.jsonl",), max_length=512, thinking="auto"),
+    data=replace(base.data, path=(str(cache_dir("gemma3-270m-answers.jsonl")),), max_length=512, thinking="auto"),
     train=replace(base.train, lr=1e-3, epochs=4, batch_size=8, micro_batch=4, save_every=50),
     out=Path("runs/gemma3_270m/dspark"),
 )

@@ -105,7 +105,7 @@ def collect_prompts(
 
 def _prompts(choice: Choice, exclude: Overlap, dropped: Counter[str], skip_malformed: bool) -> Iterable[Message]:
     skipped = dropped if skip_malformed else None
-    total = sum(count or 0 for count in (count_records(source, choice.split) for source in choice.sources))
+    total = sum(count_records(source, choice.split) for source in choice.sources)
     with tqdm(total=total, unit="record", desc="prompts", disable=None) as bar:
         for source in choice.sources:
             for where, record in read_source(source, choice.split, skipped):

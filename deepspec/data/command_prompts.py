@@ -18,7 +18,10 @@ def add_prompts(commands: argparse._SubParsersAction) -> None:
     )
     p.set_defaults(run=prompts)
     p.add_argument(
-        "source", nargs="*", default=[PERFECTBLEND], help="JSONL, Parquet, or org/name[:config][@revision] of the hub"
+        "source",
+        nargs="*",
+        default=[PERFECTBLEND],
+        help="JSONL, Parquet, org/name[:config][@revision] of the hub, or a benchmark's name",
     )
     p.add_argument(
         "--out", required=True, type=Path, help="JSONL file; X.jsonl's held-out prompts go to X.held-out.jsonl"
@@ -30,22 +33,22 @@ def add_prompts(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--exclude",
         nargs="+",
-        default=["gsm8k", "math500", "humaneval"],
         metavar="TASK",
-        help="benchmarks or JSONL files whose prompts are left out, or none (default: those the hub has)",
+        help="benchmarks or JSONL files whose prompts are left out, or none (default: all benchmarks)",
     )
     add_malformed(p)
 
 
 def prompts(args: argparse.Namespace) -> None:
     """Gather prompts into a file to train on and one that is held out."""
+    from ..eval.benchmarks import BENCHMARKS
     from .collect import Choice, collect_prompts, held_out_path
     from .overlap import Overlap
 
     choice = Choice(
         sources=tuple(args.source), split=args.split, limit=args.limit, hold_out=args.hold_out, seed=args.seed
     )
-    names = [] if args.exclude == ["none"] else args.exclude
+    names = list(BENCHMARKS) if args.exclude is None else [] if args.exclude == ["none"] else args.exclude
     manifest = collect_prompts(
         choice,
         args.out,

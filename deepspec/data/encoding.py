@@ -1,7 +1,8 @@
 """How features are stored, and the checksums that go with them. Letters: D hidden, K scales, ceil(D / 64) of a vector.
 
 bfloat16 and float32 as they are; int8 in groups of 64 channels with one bfloat16 scale each, because channels of a
-transformer's residual stream differ by orders of magnitude: with one scale for all, most would have a few levels.
+transformer's residual stream differ by orders of magnitude: with one scale for all, most would have a few levels. The
+last hidden state is bfloat16 then: the teacher's distribution comes from it, and it is one part in L + 1.
 """
 
 from __future__ import annotations
@@ -22,33 +23,32 @@ GROUP = 64
 
 def bytes_per_token(layers: int, dim: int, stored: Stored, supervised: float = 1.0) -> float:
     """Of a cache in which this share of the positions supervises."""
-    channel = {"bfloat16": 2.0, "float32": 4.0, "int8": 1.0}[stored] * dim
-    scales = 2.0 * -(-dim // GROUP) if stored == "int8" else 0.0
-    return (layers + supervised) * (channel + scales)
+    each = {"bfloat16": 2.0 * dim, "float32": 4.0 * dim, "int8": dim + 2.0 * -(-dim // GROUP)}[stored]
+    return layers * each + supervised * (2.0 * dim if stored == "int8" else each)
 
 
 def part_names(stored: Stored) -> list[str]:
     """The tensors that hold features and hidden states."""
-    return ["features", "hidden"] + (["features.scales", "hidden.scales"] if stored == "int8" else [])
+    return ["features", "hidden"] + (["features.scales"] if stored == "int8" else [])
 
 
 def encode_row(features: Tensor, hidden: Tensor, stored: Stored) -> dict[str, Tensor]:
     """Features [N, L, D] and hidden [H, D] as they are stored, by part name, on the CPU."""
-    parts = {}
-    for name, x in (("features", features), ("hidden", hidden)):
-        if stored == "int8":
-            parts[name], parts[f"{name}.scales"] = (part.cpu() for part in quantize(x))
-        else:
-            parts[name] = x.to(getattr(torch, stored)).cpu().contiguous()
-    return parts
+    if stored == "int8":
+        whole, scales = quantize(features)
+        parts = {"features": whole, "hidden": hidden.bfloat16(), "features.scales": scales}
+    else:
+        kind = getattr(torch, stored)
+        parts = {"features": features.to(kind), "hidden": hidden.to(kind)}
+    return {name: part.cpu().contiguous() for name, part in parts.items()}
 
 
-def decode(parts: dict[str, Tensor], name: str) -> Tensor:
-    """What `encode_row` made of `name`; int8 as bfloat16, whose rounding is finer."""
-    x = parts[name]
+def decode(parts: dict[str, Tensor]) -> Tensor:
+    """The features that `encode_row` was given; int8 as bfloat16, whose rounding is finer."""
+    x = parts["features"]
     if x.dtype != torch.int8:
         return x
-    return x.to(torch.bfloat16) * parts[f"{name}.scales"].repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
+    return x.to(torch.bfloat16) * parts["features.scales"].repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

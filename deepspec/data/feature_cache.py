@@ -186,7 +186,7 @@ class Cached:
             found.append(shard.row(int(self._inside[i]), check=not self._checked[i]))
             self._checked[i] = True
         parts = {name: torch.cat([row[name] for row in found]).to(self.device) for name in found[0]}
-        features, hidden = decode(parts, "features").flatten(1), decode(parts, "hidden")
+        features, hidden = decode(parts).flatten(1), parts["hidden"]
         where = torch.from_numpy(np.concatenate([self.rows.supervising(i) for i in index]).nonzero()[0])
         full = hidden.new_zeros(len(features), hidden.shape[-1]).index_copy_(0, where.to(self.device), hidden)
         return Features(features, full, torch.zeros(len(index), len(FAULTS), dtype=torch.bool, device=self.device))

@@ -16,8 +16,9 @@ _ASKED = ("prompt", "question", "instruction", "problem", "query")
 """Keys that hold the one question of a record; an `input` is what an instruction is about, `system` what precedes."""
 
 
-def count_records(source: str, split: str) -> int | None:
-    """How many records a source has, quickly; None where that is not known before they are read."""
+def count_records(source: str, split: str) -> int:
+    """How many records a source has, without reading them one by one."""
+    source = _file(source)
     if not Path(source).is_file():
         return len(_hub(source, split))
     if Path(source).suffix == ".parquet":
@@ -27,8 +28,10 @@ def count_records(source: str, split: str) -> int | None:
 
 
 def read_source(source: str, split: str, skipped: Counter[str] | None = None) -> Iterator[tuple[str, Message]]:
-    """The records of a file, or of the hub's data set 'org/name', 'org/name:config' or either with '@revision', each
-    with where it stands. InputError where there is no such thing; `skipped` as in `read_records`."""
+    """The records of a file, of a benchmark by its name, or of the hub's data set 'org/name', 'org/name:config' or
+    either with '@revision', each with where it stands. InputError where there is no such thing; `skipped` as in
+    `read_records`."""
+    source = _file(source)
     if Path(source).suffix == ".parquet" and Path(source).is_file():
         start = 0
         for batch in _parquet(source).iter_batches(batch_size=1000):
@@ -40,6 +43,14 @@ def read_source(source: str, split: str, skipped: Counter[str] | None = None) ->
     else:
         for number, record in enumerate(_hub(source, split), 1):
             yield f"{source}, row {number}", _without_nulls(record)
+
+
+def _file(source: str) -> str:
+    """A benchmark's file, or `source` itself."""
+    from ..eval.benchmarks import BENCHMARKS
+    from ..eval.tasks import find_tasks  # here, because it imports this package
+
+    return str(find_tasks([source])[0].path) if source in BENCHMARKS and not Path(source).exists() else source
 
 
 def source_name(source: str) -> str:

@@ -176,7 +176,8 @@ def diagrams(before: "Quality", after: "Quality") -> Any:
 def save_temperatures(path: str, drafter: "Drafter", temperatures: Sequence[float]) -> None:
     """Put the temperatures into the config.json of a local drafter, whole or not at all."""
     from ..cache import write_text
-    from ..hub.native import config_to_json, find_drafter, read_config
+    from ..hub.files import find_drafter, read_config
+    from ..hub.native import config_to_json
 
     folder = find_drafter(path)
     raw = read_config(folder)

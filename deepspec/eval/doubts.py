@@ -9,7 +9,7 @@ from ..checked import InputError
 from ..data.chat import Thinking, render_prompt
 from ..data.manifest import differences, template_hash
 from ..data.records import Skip
-from ..hub.native import find_drafter, read_config
+from ..hub.files import find_drafter, read_config
 
 
 def doubts(drafters: Mapping[str, str], tokenizer: Any, used: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import InputError
-from ..hub.native import find_drafter, read_config
+from ..hub.files import find_drafter, read_config
 
 
 def named(drafters: Sequence[str]) -> dict[str, str]:

@@ -141,7 +141,7 @@ def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int
 def temperatures_of(args: Any, slots: int) -> list[float]:
     """[G] of --sts, of the drafter's config.json, or 1; InputError where --sts is for another block size."""
     from ..checked import InputError
-    from ..hub.native import find_drafter, read_config
+    from ..hub.files import find_drafter, read_config
     from .calibration import load_sts
 
     if args.sts is not None:

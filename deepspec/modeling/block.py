@@ -9,17 +9,17 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checked import require
-from ..sampling import ANCHOR, Sampling, uniforms
+from ..sampling import Sampling
 from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list, on_device
-from .drafter import Batch, Drafter, DrafterConfig, Proposal
+from .drafter import Batch, Drafter, DrafterConfig, Proposal, choose_anchors
 from .fixed import capacity
 from .layers import Block, Rotary, spec_norm
 from .packed import pack
@@ -99,8 +99,6 @@ class BlockDrafter(Drafter):
     """Everything DFlash and DSpark share. Subclasses add what turns slot states into tokens."""
 
     config: BlockConfig
-    attention: Literal["auto", "flex", "sdpa"] = "auto"
-    """Backend of teacher-forced attention; auto is flex on CUDA and SDPA elsewhere."""
 
     def __init__(self, config: BlockConfig, spec: BlockSpec, vocab: Vocab) -> None:
         super().__init__()
@@ -128,19 +126,11 @@ class BlockDrafter(Drafter):
 
     def anchors(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor]:
         """A = num_anchors positions [B, A] ascending, chosen at random, and which are real; the rest stand at 0."""
-        B, T = batch.tokens.shape
-        document, place = batch.documents, torch.arange(T, device=batch.tokens.device)
+        document = batch.documents
         # as in decoding, an anchor is a token the target wrote, and so is the one after it
-        usable = batch.loss_mask & torch.cat(
-            [batch.loss_mask[:, 1:] & (document[:, 1:] == document[:, :-1]), batch.loss_mask.new_zeros(B, 1)], 1
-        )
-        order = (
-            uniforms(seeds[:, None], place, ANCHOR).masked_fill(~usable, 2.0).argsort(1)[:, : self.config.num_anchors]
-        )
-        chosen = torch.where(usable.gather(1, order), order, T).sort(1).values
-        chosen = nn.functional.pad(chosen, (0, self.config.num_anchors - chosen.shape[1]), value=T)
-        real = chosen < T
-        return chosen.where(real, torch.zeros_like(chosen)), real
+        usable = torch.zeros_like(batch.loss_mask)
+        usable[:, :-1] = batch.loss_mask[:, :-1] & batch.loss_mask[:, 1:] & (document[:, 1:] == document[:, :-1])
+        return choose_anchors(usable, self.config.num_anchors, seeds)
 
     def hidden(self, batch: Batch, anchors: Tensor) -> Tensor:
         positions, documents = batch.positions, batch.documents

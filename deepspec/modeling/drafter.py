@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import Checked, require
-from ..sampling import Sampling
+from ..sampling import ANCHOR, Sampling, uniforms
+from .attention import Backend
 from .spec import BlockSpec
 from .vocab import Vocab
 
@@ -138,6 +139,8 @@ class Drafter(nn.Module, ABC):
     config: DrafterConfig
     spec: BlockSpec
     vocab: Vocab
+    attention: Backend = "auto"
+    """Backend of teacher-forced attention, where a drafter has more than one: auto is flex on CUDA, SDPA elsewhere."""
     checkpoint_layers = False
     """Whether the backward pass computes the layers again instead of keeping what they computed."""
 
@@ -232,3 +235,15 @@ def gather_slots(values: Tensor, index: Tensor) -> Tensor:
     """values [B, T, ...] at positions index [B, A, G] (clamped to T - 1) -> [B, A, G, ...]."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]
     return values[rows, index.clamp(max=values.shape[1] - 1)]
+
+
+def choose_anchors(usable: Tensor, count: int, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """`count` of each row's usable [B, T] positions, at random by its own seed [B]: ascending [B, count], and which are
+    real; where a row has fewer, the rest stand at 0."""
+    T = usable.shape[1]
+    place = torch.arange(T, device=usable.device)
+    order = uniforms(seeds[:, None], place, ANCHOR).masked_fill(~usable, 2.0).argsort(1)[:, :count]
+    chosen = torch.where(usable.gather(1, order), order, T).sort(1).values
+    chosen = nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=T)
+    real = chosen < T
+    return chosen.where(real, torch.zeros_like(chosen)), real

@@ -4,8 +4,8 @@ Row t pairs the features of position t with the token at t + 1: it is slot 0 of 
 takes the state of slot g - 1 and the token at t + 1 + g. Only slot 0 has target features, so what later slots see is
 the keys and values of the slots 0 of rows up to t, and those of the row's own earlier slots.
 
-Letters: B rows, T positions, S new positions, A anchors, G slots, g earlier slots, L tapped layers, D hidden, N packed
-positions, Q heads, K kv heads, R heads a kv head, H head dim, C queries of a slice.
+Letters: B rows, T positions, S new positions, A anchors, G slots, L tapped layers, D hidden, N packed positions,
+Q heads, K kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from ..sampling import Sampling
 from .attention import attend
 from .cache import KVCache, Ragged, as_list, on_device
 from .draft_vocab import check
-from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain
+from .drafter import Batch, Drafter, DrafterConfig, Proposal, certain, choose_anchors
 from .layers import Block, RMSNorm, Rotary, spec_norm
 from .packed import pack
 from .spec import BlockSpec
+from .unrolled import Unrolled
 from .vocab import Vocab
 
 ROUND = 64
-"""Anchors are padded to a multiple of this, so that few shapes occur."""
-SCORES_ALIVE = 1 << 25
-"""Attention scores alive at once in the unrolled attention (128 MiB in float32)."""
+"""Columns of anchors are computed in multiples of this, so that few shapes occur."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,8 @@ class Eagle3Config(DrafterConfig):
     """Norms on queries and keys, as in DeepSpec's checkpoints. No other server or trainer of Eagle3 knows them."""
     draft_vocab_size: int | None = None
     """Vd: how many of the target's tokens can be drafted; None: all."""
+    num_anchors: int | None = None
+    """Positions drafted from per training sequence, at random where there are more; None: every one."""
     norm_before_residual: bool = False
     """The residual stream starts from the normed state, not from the state itself."""
     norm_before_fc: bool = False
@@ -66,6 +67,10 @@ class Eagle3Config(DrafterConfig):
             self.draft_vocab_size is None or self.draft_vocab_size >= 1,
             f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
         )
+        require(
+            self.num_anchors is None or self.num_anchors >= 1,
+            f"drafter.num_anchors must be >= 1 or None, got {self.num_anchors}",
+        )
 
     @property
     def draft_size(self) -> int | None:
@@ -73,116 +78,6 @@ class Eagle3Config(DrafterConfig):
 
     def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
         return Eagle3(self, spec, vocab)
-
-
-# -- what a row sees ---------------------------------------------------------------------------------------------------
-
-
-def sees(row: Tensor, row_document: Tensor, place: Tensor, document: Tensor) -> Tensor:
-    """The rule, for broadcastable tensors: every slot of row `row` sees the slots 0 of rows up to it (itself included)
-    in its own document. Of later slots it sees its own alone."""
-    return (place <= row) & (document == row_document)
-
-
-class Unrolled:
-    """Attention of the slots of `rows` [B, A]: over slot 0 of every row, by the rule, and over their own earlier slots.
-
-    One softmax over both parts. Scores are made slice by slice and made again in the backward pass, so that what is
-    kept grows with A * g and never with A * T; a slice leaves out the rows after its last one.
-    """
-
-    def __init__(self, rows: Tensor, document: Tensor, scale: float, heads: int) -> None:
-        """rows [B, A] long, document [B, T]."""
-        (B, A), T = rows.shape, document.shape[1]
-        self.rows, self.document, self.scale = rows, document, scale
-        self.own_document = document.gather(1, rows)
-        width = max(1, min(max(ROUND, A // 8), SCORES_ALIVE // (B * heads * T)))
-        starts = range(0, A, width)
-        ends = torch.stack([rows[:, s : s + width].max() + 1 for s in starts]).tolist() if A else []
-        self.slices = [(slice(s, s + width), end) for s, end in zip(starts, ends)]
-        """Which queries, and how many rows they can see at most."""
-
-    def __call__(self, q: Tensor, first: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """q [B, A, Q, H]; keys and values of slot 0 of all rows [B, T, K, H], of own earlier slots g x [B, A, K, H]
-        -> [B, A, Q, H]."""
-        flat = [x for pair in own for x in pair]
-        return _UnrolledAttention.apply(q, *first, self, *flat)
-
-    def weights(self, q: Tensor, keys: Tensor, own: Sequence[Tensor], cut: slice, end: int) -> Tensor:
-        """Softmax weights [B, K, C * R, end + g] of a slice: q [B, K, C, R, H] (scaled), keys [B, K, end, H], own
-        g x [B, K, C, 1, H]."""
-        B, K, C, R, H = q.shape
-        far = q.reshape(B, K, C * R, H) @ keys.mT
-        place = torch.arange(end, device=q.device)
-        seen = sees(
-            self.rows[:, cut, None], self.own_document[:, cut, None], place, self.document[:, None, :end]
-        )  # [B, C, end]
-        far = far.view(B, K, C, R, end).masked_fill_(~seen[:, None, :, None], -torch.inf)
-        near = [(q * k).sum(-1, keepdim=True).to(far.dtype) for k in own]
-        scores = torch.cat([far, *near], -1) if near else far
-        return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).view(B, K, C * R, -1)
-
-
-class _UnrolledAttention(torch.autograd.Function):
-    """Unrolled's computation. Gradients: dS = P * (dP - <P, dP>), with the P of the one softmax over both parts."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: Unrolled, *own: Tensor) -> Tensor:
-        ctx.view = view
-        ctx.save_for_backward(q, k, v, *own)
-        B, K, out = len(q), k.shape[2], torch.empty_like(q)
-        with torch.autocast(q.device.type, enabled=False):
-            for cut, end in view.slices:
-                qs, keys, values, own_k, own_v = _parts(q, k, v, own, cut, end, view.scale)
-                p = view.weights(qs, keys, own_k, cut, end).to(v.dtype)
-                C = qs.shape[2]
-                seen = (p[..., :end] @ values).view(qs.shape)
-                for i, value in enumerate(own_v):
-                    seen = seen.addcmul_(p[..., end + i].view(B, K, C, -1, 1), value)
-                out[:, cut] = seen.transpose(1, 2).flatten(2, 3)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, *own = ctx.saved_tensors
-        view: Unrolled = ctx.view
-        B, (K, H) = len(q), k.shape[2:]
-        exact = torch.promote_types(q.dtype, torch.float32)
-        d_q = torch.empty_like(q)
-        d_k, d_v = (torch.zeros(B, K, k.shape[1], H, dtype=exact, device=k.device) for _ in "kv")
-        d_own = [torch.empty_like(x) for x in own]
-        with torch.autocast(q.device.type, enabled=False):
-            for cut, end in view.slices:
-                qs, keys, values, own_k, own_v = _parts(q, k, v, own, cut, end, view.scale)
-                p = view.weights(qs, keys, own_k, cut, end)
-                C = qs.shape[2]
-                d = d_out[:, cut].unflatten(2, (K, -1)).transpose(1, 2)  # [B, K, C, R, H]
-                flat_d, flat_q = d.reshape(B, K, -1, H), qs.reshape(B, K, -1, H)
-                d_p = (flat_d @ values.mT).to(exact)
-                near = [(d * value).sum(-1).view(B, K, -1, 1).to(exact) for value in own_v]
-                d_p = torch.cat([d_p, *near], -1) if near else d_p
-                p_v = p.to(v.dtype)
-                d_v[:, :, :end] += p_v[..., :end].mT @ flat_d
-                d_s = d_p.sub_((p * d_p).sum(-1, keepdim=True)).mul_(p).to(q.dtype)
-                d_k[:, :, :end] += d_s[..., :end].mT @ flat_q
-                grad = (d_s[..., :end] @ keys).view(qs.shape)
-                for i, key in enumerate(own_k):
-                    s, w = (x[..., end + i].view(B, K, C, -1, 1) for x in (d_s, p_v))
-                    grad = grad.addcmul_(s, key)
-                    d_own[2 * i][:, cut] = (s * qs).sum(3).transpose(1, 2)
-                    d_own[2 * i + 1][:, cut] = (w * d).sum(3).transpose(1, 2)
-                d_q[:, cut] = grad.mul_(view.scale).transpose(1, 2).flatten(2, 3)
-        return d_q, d_k.transpose(1, 2).to(k.dtype), d_v.transpose(1, 2).to(v.dtype), None, *d_own
-
-
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, own: Sequence[Tensor], cut: slice, end: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """A slice, heads in front: q [B, K, C, R, H] scaled; k, v [B, K, end, H]; own keys and values [B, K, C, 1, H]."""
-    heads = q[:, cut].unflatten(2, (k.shape[2], -1)).transpose(1, 2) * scale
-    mine = [x[:, cut].transpose(1, 2)[:, :, :, None] for x in own]
-    return heads, k[:, :end].transpose(1, 2), v[:, :end].transpose(1, 2), mine[0::2], mine[1::2]
 
 
 # -- the drafter -------------------------------------------------------------------------------------------------------
@@ -203,8 +98,6 @@ class Eagle3State:
 class Eagle3(Drafter):
     config: Eagle3Config
     rows_out = None
-    attention: str = "auto"
-    """Teacher-forced attention has one path, whatever this says."""
 
     def __init__(self, config: Eagle3Config, spec: BlockSpec, vocab: Vocab) -> None:
         super().__init__()
@@ -236,20 +129,17 @@ class Eagle3(Drafter):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def anchors(self, batch: Batch, seeds: Tensor) -> tuple[Tensor, Tensor]:
-        """Every position whose successor is supervised and whose predecessor has features, ascending, and which are
-        real; the rest stand at 0. A is what the fullest row needs, rounded up."""
-        T = batch.tokens.shape[1]
+        """Positions whose successor is supervised and whose predecessor has features: num_anchors of them at random, or
+        all (A is T then); [B, A] ascending, and which are real; the rest stand at 0."""
         document = batch.documents
         same = document[:, 1:] == document[:, :-1]
         usable = torch.zeros_like(batch.loss_mask)
         usable[:, 1:-1] = batch.loss_mask[:, 2:] & same[:, 1:] & same[:, :-1]
-        most = int(usable.sum(1).max())
-        A = min(T, max(1, -(-most // ROUND)) * ROUND)
-        chosen = torch.where(usable, torch.arange(T, device=usable.device), T).sort(1).values[:, :A]
-        real = chosen < T
-        return chosen.where(real, torch.zeros_like(chosen)), real
+        return choose_anchors(usable, self.config.num_anchors or usable.shape[1], seeds)
 
     def hidden(self, batch: Batch, anchors: Tensor) -> Tensor:
+        A, width = anchors.shape[1], _columns(anchors)
+        anchors = anchors[:, :width]
         layer, positions = self._layer, batch.positions
         T = batch.tokens.shape[1]
         rows = (anchors - 1).clamp(min=0)
@@ -273,7 +163,7 @@ class Eagle3(Drafter):
                 own.append(layer.self_attn.kv(inputs, rotary))
             x = self._recur(layer.finish(x, view(layer.self_attn.q(inputs, rotary), first, own)))
             slots.append(x)
-        return self._read(torch.stack(slots, 2))
+        return nn.functional.pad(self._read(torch.stack(slots, 2)), (0, 0, 0, 0, 0, A - width))
 
     # -- the layer's two ends ------------------------------------------------------------------------------------------
 
@@ -388,3 +278,14 @@ class Eagle3(Drafter):
             mask = torch.arange(longest, device=device) < on_device(ends, device)[:, None]
             mask = mask[:, None, None]
         return attend(q[:, :, None], keys, values, mask, self._layer.self_attn.scale)[:, :, 0]
+
+
+def _columns(anchors: Tensor) -> int:
+    """How many columns of anchors [B, A] to compute: the last ones stand at 0, where nothing can be drafted from."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    A = anchors.shape[1]
+    if isinstance(anchors, FakeTensor):  # a dry run: shapes without data
+        return A
+    used = int(torch.arange(1, A + 1, device=anchors.device).where(anchors.any(0), 0).max()) if A else 0
+    return min(A, max(1, -(-used // ROUND)) * ROUND)

@@ -67,7 +67,7 @@ def _train(config: Any, resume: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, frame: told.append(n))
     bar: Any = None
-    report = None
+    report: Any = None
     for report in fit(config, resume=resume, stop=lambda: bool(told)):
         if not main:
             continue

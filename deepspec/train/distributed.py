@@ -83,7 +83,9 @@ class Wrapped:
         """Without a launcher nothing is wrapped. ddp: every process holds all weights. fsdp: weights, gradients and
         optimiser are split over processes between steps, whole during one (FSDP2; drafters are few layers, so it is one
         group). unused: whether some parameters may get no gradient. Parameters change here: optimisers come after."""
-        self.world, self._shards, self._ddp = world, None, None
+        self.world = world
+        self._shards: Any = None
+        self._ddp: Any = None
         self.module: nn.Module = module
         if how == "fsdp" and distributed.is_initialized():
             mesh = init_device_mesh(world.device.type, (world.size,))

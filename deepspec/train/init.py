@@ -8,7 +8,7 @@ from torch import Tensor
 from ..checked import InputError
 from ..config import Config
 from ..data.rows import Rows
-from ..hub.native import find_drafter, read_tensors
+from ..hub.files import find_drafter, read_tensors
 from ..modeling import draft_vocab
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends

@@ -85,10 +85,10 @@ class Objective(nn.Module):
         if self.config.reduce == "slot":
             return decay, decay.sum()
         # each document's weights sum to one
-        document = batch.documents.flatten()[slots.place]
-        _, group = torch.unique(
-            torch.stack([slots.place // batch.tokens.shape[1], document]), dim=1, return_inverse=True
-        )
+        document = batch.documents
+        span = document.max() - document.min() + 1
+        number = torch.arange(len(document), device=document.device)[:, None] * span + document
+        _, group = torch.unique(number.flatten()[slots.place], return_inverse=True)
         documents = int(group.max()) + 1 if len(group) else 0
         total = decay.new_zeros(documents).index_add(0, group, decay)
         return decay / total[group], total.new_tensor(float(documents))

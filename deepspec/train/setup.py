@@ -14,7 +14,7 @@ import torch
 from ..config import Config, as_dict
 from ..data.prompts import Prompt
 from ..data.training import TrainingData, training_data
-from ..hub.native import read_tensors
+from ..hub.files import read_tensors
 from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
@@ -101,11 +101,6 @@ def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = N
         torch.manual_seed(config.seed)
         drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
-    set_attention(drafter, config.train.attention)
+    drafter.attention = config.train.attention
     drafter.checkpoint_layers = config.train.checkpoint_layers
     return drafter
-
-
-def set_attention(drafter: Drafter, backend: str) -> None:
-    """Choose the backend of teacher-forced attention."""
-    drafter.attention = backend  # type: ignore[assignment]

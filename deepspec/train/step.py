@@ -172,7 +172,7 @@ class Stepper:
 
     def _not_finite(self, step: int, whole_step: list[Served]) -> NoReturn:
         """Find the sequences that alone give a loss or gradient that is not finite, and say so."""
-        found = []
+        found: list[str] = []
         for share in passes(whole_step, self.world.rank, self.world.size, 1):
             self.optimizer.zero_grad(set_to_none=True)
             loss, _ = self._pass(share, last=False)["loss"]

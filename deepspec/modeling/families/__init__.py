@@ -3,11 +3,11 @@
 To add a family, write `families/<model_type>.py` with one function:
 
     def read(config) -> Family:
-        return Family(block=BlockSpec(dim=config.hidden_size, ...), softcap=None, embed_scale=None)
+        return Family(block(config, RotaryEmbedding, kv_heads=..., head_dim=..., act=..., ...), softcap=None)
 
-`config` is the text config of the model. `rotary(config, RotaryClass)` gives the rotary frequencies in the form every
-supported transformers release computes them. Add a tiny config to TEXT in tests/test_families.py: its laws then
-run over the new family.
+`config` is the text config of the model, RotaryEmbedding transformers' own class for it; `block` reads what all configs
+call the same, and takes what is special about the family by name (see BlockSpec). Add a tiny config to TEXT in
+tests/test_families.py: its laws then run over the new family.
 """
 
 from __future__ import annotations
@@ -57,6 +57,23 @@ def read_family(config: Any) -> Family:
         ) from None
     found: Family = family.read(config)
     return replace(found, block=replace(found.block, target_layers=config.num_hidden_layers))
+
+
+def block(config: Any, rotary_class: type, layer_type: str | None = None, **own: Any) -> BlockSpec:
+    """The block of a text config: sizes under their usual names, rotary frequencies (of layers of `layer_type`, where
+    kinds of layers differ), and what is the family's own."""
+    inv_freq, factor = rotary(config, rotary_class, layer_type)
+    usual = dict(
+        dim=config.hidden_size,
+        heads=config.num_attention_heads,
+        mlp_dim=config.intermediate_size,
+        norm_eps=config.rms_norm_eps,
+        inv_freq=inv_freq,
+        rope_factor=factor,
+        max_positions=config.max_position_embeddings,
+        rope=rope_items(config),
+    )
+    return BlockSpec(**{**usual, **own})
 
 
 def rotary(config: Any, cls: type, layer_type: str | None = None) -> tuple[tuple[float, ...], float]:

@@ -1,0 +1,15 @@
+"""Eagle3 on Gemma 3 270M: the target and data of dspark/gemma3_270m.py, the settings of smollm2_135m.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import deepspec
+
+here = Path(__file__).parent
+size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "gemma3_270m.py", here / "smollm2_135m.py"))
+config = replace(
+    size,
+    drafter=replace(kind.drafter, target_layer_ids=size.drafter.target_layer_ids),
+    loss=kind.loss,
+    out=Path("runs/gemma3_270m/eagle3"),
+)
