@@ -147,7 +147,9 @@ def test_what_no_other_try_would_change_stops_at_once(status, after, tmp_path):
             run(tmp_path / "a.jsonl", server)
         assert len(server.bodies) <= after + 3
         if after:
-            assert len(rows(tmp_path / "a.jsonl")) == after
+            assert len(rows(tmp_path / "a.jsonl")) == after and read_manifest(tmp_path / "a.jsonl")["servers"] == [
+                "vllm"
+            ]
         else:
             assert not list(tmp_path.iterdir())
         server.fail = lambda n: None

@@ -27,7 +27,7 @@ SETTINGS = {
     "verify": ["token"],
     "draft": ["sample"],
     "thinking": "auto",
-    "trained_thinking": {"dflash": None, "dspark": "auto"},
+    "warnings": [],
     "turns": "first",
     "seed": 0,
     "command": "python -m deepspec.eval --drafter x",
@@ -222,10 +222,10 @@ def test_tasks_side_by_side():
 
 
 def test_what_makes_runs_incomparable_is_said():
-    told = [row(later_turns=80, settings={**SETTINGS, "trained_thinking": {"dspark": "off"}, "thinking": "on"})]
+    told = [row(later_turns=80, settings={**SETTINGS, "warnings": ["dspark was trained otherwise"]})]
     text = report.text(told)
     assert "80 later turns of the prompts: not asked (--turns all asks them)" in text
-    assert "dspark was trained on answers made with thinking off; here it is on" in text
+    assert "\ndspark was trained otherwise\n" in text
     assert "trained" not in report.text([row()]) and "turns" not in report.text([row()])
 
 

@@ -147,6 +147,29 @@ def test_an_unfinished_run_is_neither_lost_nor_mixed_with_another(place, decoded
     assert {r["settings"]["seed"] for r in json.loads((out / "results.json").read_text())} == {5}
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "progress").mkdir()
+    (tmp_path / "progress" / "notes.jsonl").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(InputError, match="no folder of ours"):
+            Records(tmp_path / "progress").begin({}, resume)
+    assert (tmp_path / "progress" / "notes.jsonl").read_text() == "mine"
+
+
+def test_a_new_run_keeps_nothing_of_a_finished_one(tmp_path):
+    """Not even a profile: it was made for another concurrency, maybe."""
+    records = Records(tmp_path / "r")
+    records.begin({"a": 1}, False)
+    records.add(("x",), {})
+    (tmp_path / "r" / "profile-d-float32.json").write_text("{}")
+    records.finish()
+    records.begin({"a": 1}, True)
+    assert (tmp_path / "r" / "profile-d-float32.json").exists()
+    records.finish()
+    records.begin({"a": 2}, True)
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == ["settings.json"]
+
+
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
     records = Records(tmp_path / "r")
     records.begin({"a": 1}, False)

@@ -154,10 +154,23 @@ def collect(
     with _open(answering, prompts, out_path, concurrency, dropped) as (file, todo, add):
         if not todo:
             return file.manifest()
+
+        def met(kinds: list[str]) -> None:
+            file.servers += kinds
+            file.write_manifest()  # before the first answer, as everything that it says
+
         outcome = ask_servers(
-            urls, ask, todo, add, concurrency=concurrency, model=model, protocol=protocol, key=key, patience=patience
+            urls,
+            ask,
+            todo,
+            add,
+            concurrency=concurrency,
+            met=met,
+            model=model,
+            protocol=protocol,
+            key=key,
+            patience=patience,
         )
-        file.servers += outcome.kinds
         if outcome.too_long:
             file.dropped["longer than a server's context"] += outcome.too_long
     if outcome.given_up:

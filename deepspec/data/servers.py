@@ -75,8 +75,6 @@ class Outcome:
     """Prompts that no server has room for: they were not asked."""
     given_up: list[tuple[str, str]] = field(default_factory=list)
     """(id, last failure) of prompts that failed at every try."""
-    kinds: list[str] = field(default_factory=list)
-    """The servers' kinds, one each."""
 
 
 def ask_servers(
@@ -86,13 +84,14 @@ def ask_servers(
     deliver: Deliver,
     *,
     concurrency: int,
+    met: Callable[[list[str]], None] = lambda kinds: None,
     model: str | None = None,
     protocol: str | None = None,
     key: str | None = None,
     patience: Patience | None = None,
 ) -> Outcome:
     """Have every prompt answered by one of the servers, `concurrency` requests in flight at each; `deliver` gets each
-    row as it comes. A prompt that fails goes to whichever server is free next.
+    row as it comes. A prompt that fails goes to whichever server is free next. `met` is told the servers' kinds first.
 
     InputError at once for what no other try would change (a wrong address, key, model or request: the server's own
     words), and when no server is left. Kinds and models are asked of the servers where they are not given.
@@ -105,6 +104,7 @@ def ask_servers(
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits) as client:
             found = await asyncio.gather(*(_meet(client, url, ask, model, protocol, patience) for url in urls))
+            met([server.protocol.name for server in found])
             return await _Run(client, found, patience, deliver).all(prompts, ask.max_new_tokens, concurrency)
 
     try:
@@ -120,7 +120,7 @@ class _Run:
     def __init__(self, client: Any, servers: list[_Server], patience: Patience, deliver: Deliver) -> None:
         self.client, self.servers, self.patience, self.deliver = client, servers, patience, deliver
         self.jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self.outcome = Outcome(kinds=[server.protocol.name for server in servers])
+        self.outcome = Outcome()
 
     async def all(self, prompts: Sequence[Prompt], new_tokens: int, concurrency: int) -> Outcome:
         rooms = [server.max_length for server in self.servers]

@@ -1,10 +1,9 @@
-"""The drafters named on the command line: what they are called, which target they are for, how they were trained."""
+"""The drafters named on the command line: what they are called, which target they are for, their weights."""
 
 import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..checked import InputError
 from ..hub.files import find_drafter, read_config
@@ -46,7 +45,8 @@ def target_of(drafters: dict[str, str], given: str | None) -> tuple[str, str | N
     trained: dict[str, str | None] = {}
     for path in drafters.values():
         folder = find_drafter(path)
-        target = _section(path, "target")
+        section = read_config(folder).get("deepspec")
+        target = section.get("target") if isinstance(section, dict) else None
         if isinstance(target, dict) and isinstance(target.get("name"), str):
             trained[target["name"]] = target.get("revision")
         elif given is None:
@@ -60,15 +60,6 @@ def target_of(drafters: dict[str, str], given: str | None) -> tuple[str, str | N
     return next(iter(trained.items()))
 
 
-def trained_thinking(path: str) -> str | None:
-    """How the answers that the drafter was trained on were made: on, off or auto; None where it is not recorded or they
-    differ."""
-    data = _section(path, "data")
-    manifests = (data.get("manifests") if isinstance(data, dict) else None) or {}
-    found = {m["settings"].get("thinking") for m in manifests.values() if m}
-    return found.pop() if len(found) == 1 else None
-
-
 def fingerprint(path: str) -> str:
     """Changes where the drafter's weights do."""
     found = hashlib.sha256()
@@ -76,8 +67,3 @@ def fingerprint(path: str) -> str:
         with weights.open("rb") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()
-
-
-def _section(path: str, key: str) -> Any:
-    section = read_config(find_drafter(path)).get("deepspec")
-    return section.get(key) if isinstance(section, dict) else None

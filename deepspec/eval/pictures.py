@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
+from .report import UNPROVEN, proven
 from .stats import ratio
 
 Row = dict[str, Any]
@@ -96,7 +97,7 @@ def pooled(rows: Sequence[Row]) -> list[float | None]:
 
 def time_by_part(rows: Sequence[Row]) -> Any:
     """Milliseconds a token: drafting and verification over tau, beside the baseline's, a panel a task and temperature.
-    The bars' ratio is the speed-up that the parts explain."""
+    The bars' ratio is the speed-up that the parts explain; a drafter whose losslessness is not proven is marked."""
     rows = [r for r in rows if r["decomposition"] is not None]
     if not rows:
         return None
@@ -109,7 +110,7 @@ def time_by_part(rows: Sequence[Row]) -> Any:
             if not these:
                 continue
             ms = {k: [1000 * r[f"{k}_seconds_per_round"] / r["tau"] for r in these] for k in ("draft", "verify")}
-            names = [r["drafter"] for r in these]
+            names = [r["drafter"] if proven(r) else f"{r['drafter']} {UNPROVEN}" for r in these]
             panel.barh(["baseline"], [1000 * these[0]["target_seconds_per_round"]], color=plots.GREY, label="target")
             panel.barh(names, ms["verify"], color="C0", label="T_verify / tau")
             panel.barh(names, ms["draft"], left=ms["verify"], color="C1", label="T_draft / tau")

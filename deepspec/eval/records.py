@@ -43,6 +43,8 @@ class Records:
         settings = json.loads(json.dumps(settings))
         old = parse_line(place.read_bytes(), str(place)) if place.is_file() else None
         finished = self._finished.exists() or not any(p.stat().st_size for p in self._files())
+        if old is None and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise InputError(f"{self.folder} is no folder of ours, and not ours to write in; use another --out")
         if old is not None and not finished and not resume:
             raise InputError(
                 f"{self.folder.parent} holds an unfinished run; --resume goes on with it, and a new one needs another "
@@ -55,12 +57,11 @@ class Records:
         ]  # fmt: skip
         if changed and not finished:
             raise InputError(f"--resume: {self.folder.parent} holds a run of other settings: {'; '.join(changed)}")
+        if not resume or changed:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self._files():
-            if resume and not changed:
-                _cut_torn_line(path)
-            else:
-                path.unlink()
+            _cut_torn_line(path)
         for mark in (self._finished, self._published):
             mark.unlink(missing_ok=True)
         write_text(place, json.dumps(settings) + "\n")

@@ -195,9 +195,7 @@ def _comparable(rows: list[Row]) -> Iterable[str]:
     if first["later_turns"]:
         how = "not asked (--turns all asks them)" if s["turns"] == "first" else "asked after the model's own answers"
         yield f"{first['later_turns']} later turns of the prompts: {how}"
-    for name, trained in s["trained_thinking"].items():
-        if trained is not None and trained != s["thinking"]:
-            yield f"{name} was trained on answers made with thinking {trained}; here it is {s['thinking']}"
+    yield from s["warnings"]
     if first["paper_tau"]:
         yield (
             f"the paper's tau: temperature 1, up to 2048 new tokens, first turn, thinking off, "

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from ..config import as_dict
 from ..data.prompts import tokenizer_getter
 from ..modeling.loading import load_tokenizer
 from . import evaluator, plots, report
 from .doubts import doubts
-from .drafters import fingerprint, target_of, trained_thinking
+from .drafters import fingerprint, target_of
 from .evaluator import Work, evaluate
 from .output import output, write
 from .profile import with_costs
@@ -55,10 +57,10 @@ def evaluate_to_files(plan: Plan, config: EvalConfig) -> list[Row]:
     rows: list[Row] = []
     with output(plan.out, records), Bar() as bar:
         tasks = [task.load(tokenizer, config.thinking, config.limit) for task in tasks]
-        if share.rank == 0:
-            used = {"target": target, "target_revision": revision, "dtype": plan.dtype, "thinking": config.thinking}
-            for line in doubts(plan.drafters, tokenizer(), used):
-                print(f"warning: {line}", file=sys.stderr)
+        used = {"target": target, "target_revision": revision, "dtype": plan.dtype, "thinking": config.thinking}
+        warnings = list(doubts(plan.drafters, tokenizer(), used))
+        for line in warnings if share.rank == 0 else ():
+            print(f"warning: {line}", file=sys.stderr)
         work = Work(tasks, config, config.contenders(list(plan.drafters)), records, share)
         decides = {
             **as_dict(config),
@@ -72,13 +74,14 @@ def evaluate_to_files(plan: Plan, config: EvalConfig) -> list[Row]:
 
         def load(dtype: str) -> evaluator.Models:
             models = evaluator.load_models(target, revision, plan.drafters, device, dtype)
-            return with_costs(models, work, plan.out)
+            with FileLock(records.folder / "profile.lock"):  # all processes go by the same costs
+                return with_costs(models, work, records.folder)
 
         for found in evaluate(load, plan.dtype, work, bar):
             settings = {
                 **found,
                 "paths": plan.drafters,
-                "trained_thinking": {name: trained_thinking(path) for name, path in plan.drafters.items()},
+                "warnings": warnings,
                 "processes": share.world,
                 "command": plan.command,
             }
@@ -101,7 +104,8 @@ def publish(out: Path, work: Work, settings: Row, tokenizer: Any, bar: "Bar") ->
             work.records.finish()
             if not pictures:
                 print(plots.MISSING, file=sys.stderr)
-            bar.print(f"{report.LEGEND}\nwritten: {out}")
+            overview = report.aligned(found) if (found := report.summary(rows)) else []
+            bar.print("\n".join([*overview, report.LEGEND, f"written: {out}"]))
     return rows
 
 
