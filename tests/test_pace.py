@@ -141,6 +141,7 @@ def test_an_error_in_the_background_is_the_caller_s():
     "kind, backend",
     [("vanilla", "eager"), ("rnn", "aot_eager"), pytest.param("rnn", "inductor", marks=pytest.mark.slow)],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by dynamo itself
 def test_compiled_is_eager(kind, backend):
     """Loss and gradients to 1e-5 in float32, whatever the length; once two lengths were seen nothing is compiled."""
     tgt = target()
@@ -157,6 +158,7 @@ def test_compiled_is_eager(kind, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_five_hundred_steps_grow_nothing(compile, tmp_path):
     """Memory, open files, threads and compiled graphs of 500 steps, with validation and checkpoints on the way: what
     there is after 100 steps is there after 500, but for 3 % of memory; no graph is compiled after step 20."""
