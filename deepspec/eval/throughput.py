@@ -24,6 +24,8 @@ Array = np.ndarray[Any, Any]
 
 MEMORY = 32
 """Proposals that the history holds at least: a single request's last one would be a poor forecast."""
+MARGIN = 1.05
+"""How much more than plain decoding drafting must promise: profiles and forecasts are a few percent off."""
 PROBE_ROUNDS, PROBE_ROWS = 32, 16
 """While drafting does not pay, once in so many rounds one row in so many gets a draft, to see whether it does again."""
 
@@ -84,7 +86,7 @@ class History:
         weight = requests / len(pool)
         rate = rates(self.cost, requests, survival, weight)
         best = int(rate.argmax())
-        return round(best * weight) if rate[best] * self.cost.plain(requests) > requests else 0
+        return round(best * weight) if rate[best] * self.cost.plain(requests) > MARGIN * requests else 0
 
 
 class _Scheduler:
