@@ -124,7 +124,15 @@ class TrainConfig(Checked):
     """8 or 4: the target's layers are quantised by bitsandbytes when they are loaded; embedding and head are not."""
     attention: Literal["auto", "flex", "sdpa"] = "auto"
     """auto is flex on CUDA and SDPA elsewhere."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of the drafter and the objective; auto is on for CUDA. On a CPU it needs a C++ compiler and about a
+    minute, and pays for large vocabularies."""
+    checkpoint_layers: bool = False
+    """Recompute the drafter's layers in the backward pass instead of keeping what they computed: less memory, about a
+    third more work for the drafter."""
     device: str = "auto"
+    trackers: tuple[str, ...] = ()
+    """Trackers of accelerate that get what metrics.jsonl gets: tensorboard, wandb, mlflow, ..."""
     log_every: int = 10
     save_every: int = 500
     """Optimiser steps between checkpoints; the last step is always saved."""
@@ -156,6 +164,32 @@ class TrainConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidateConfig(Checked):
+    """Decoding of held-out prompts during training, as `deepspec.eval` does it."""
+
+    path: tuple[str, ...] = ()
+    """JSONL files of prompts; none: no validation."""
+    every: int = 500
+    """Optimiser steps between validations; the last step is always validated."""
+    prompts: int = 32
+    """Of each file, spread over it."""
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    concurrency: int = 16
+    """Requests in flight."""
+    seed: int = 0
+    """Prompt i of a file is decoded with seed + i."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str | Path):
+            object.__setattr__(self, "path", (str(self.path),))
+        super().__post_init__()
+        for name in ("every", "prompts", "max_new_tokens", "concurrency"):
+            require(getattr(self, name) >= 1, f"validate.{name} must be >= 1, got {getattr(self, name)}")
+        require(self.temperature >= 0, f"validate.temperature must be >= 0, got {self.temperature}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """Everything that defines a training run."""
 
@@ -166,6 +200,7 @@ class Config(Checked):
     loss: LossConfig
     data: DataConfig
     train: TrainConfig = field(default_factory=TrainConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
     out: Path
     """The run directory."""
     seed: int = 42

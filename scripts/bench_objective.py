@@ -38,7 +38,7 @@ def side(args: argparse.Namespace) -> None:
 
     from deepspec.config import LossConfig
     from deepspec.modeling.vocab import Vocab
-    from deepspec.train.divergence import Divergence
+    from deepspec.train.divergence import Divergence, block_terms
 
     torch.manual_seed(0)
     V, D, N, R = args.vocab, args.dim, args.slots, args.rank
@@ -55,7 +55,7 @@ def side(args: argparse.Namespace) -> None:
     def run(cut: slice) -> torch.Tensor:
         if args.side == "ours":
             loss = Divergence.apply(
-                h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True
+                h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True, block_terms
             )[0]
         else:
             loss = naive_divergence(h[cut], r[cut], w2, vocab, teacher[place[cut]], label[cut], weight[cut], config)[0]

@@ -262,7 +262,9 @@ def test_confidence_learns_the_acceptance_rate():
 
 
 def divergence(h, r, w2, vocab, teacher, place, label, weight, config):
-    return divergence_module.Divergence.apply(h, r, w2, vocab, teacher, place, label, weight, config, True)
+    return divergence_module.Divergence.apply(
+        h, r, w2, vocab, teacher, place, label, weight, config, True, divergence_module.block_terms
+    )
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)

@@ -20,7 +20,7 @@ from deepspec import ConfigError, InputError, fit, generate, load_config, load_d
 from deepspec.modeling.target import Target
 from deepspec.train import checkpoint, optim
 
-TIMES = ("seconds", "tokens_per_second")
+TIMES = ("seconds", "tokens_per_second", "data_seconds")
 
 
 @pytest.fixture(scope="module")

@@ -93,12 +93,14 @@ def train(jobs: list[tuple]) -> list[dict]:
     seen = []
     for file, overrides, until in jobs:
         config = deepspec.load_config(file, *overrides)
-        told, reports, served = [], [], []
+        reports, served = [], []
         with recorded(served):
-            for report in deepspec.fit(config, stop=lambda told=told: bool(told)):
+            run = deepspec.fit(config)
+            for report in run:
                 reports.append({"step": report.step, "lr": report.lr, "tokens": report.tokens, **report.metrics})
                 if report.step == until:
-                    told.append(True)
+                    run.close()  # all processes at the same step
+                    break
         seen.append({"reports": reports, "served": served})
     return seen
 

@@ -5,7 +5,7 @@ A sequence is one row, or several packed side by side: then `document` and `posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ class Batches:
 
     def __init__(self, rows: Rows, source: FeatureSource, device: torch.device) -> None:
         self.rows, self.source, self.device = rows, source, device
+        self.width: Callable[[int], int] = lambda longest: longest
+        """To how many positions sequences of at most `longest` tokens are padded."""
 
     def batch(self, picked: Sequence[Picked]) -> Batch:
         """Sequences padded on the right, unsupervised, with what the target computed. `sample` is their number.
@@ -35,19 +37,20 @@ class Batches:
         found = self.source(flat)
         counts = self.rows.lengths[flat]
         ragged = Ragged([self.tokens([one]) for one in picked], self.device)
+        width = self.width(ragged.width)
         usable = found.usable.repeat_interleave(self._tensor(counts), output_size=len(found.hidden))
         document = position = None
         if any(len(members) > 1 for _, members in picked):
             numbers = np.concatenate([np.arange(1, len(members) + 1) for _, members in picked])
-            document = ragged.unpack(self._tensor(numbers.repeat(counts))) - 1  # -1 where there is nothing
-            position = ragged.unpack(self._tensor(np.concatenate([np.arange(n) for n in counts])))
+            document = ragged.unpack(self._tensor(numbers.repeat(counts)), width) - 1  # -1 where there is nothing
+            position = ragged.unpack(self._tensor(np.concatenate([np.arange(n) for n in counts])), width)
         tokens = np.concatenate([self.rows.tokens_of(i) for i in flat]).astype(np.int64)
         loss_mask = np.concatenate([self.rows.mask_of(i) for i in flat])
         return Batch(
-            ragged.unpack(self._tensor(tokens)),
-            ragged.unpack(self._tensor(loss_mask) & usable),
-            ragged.unpack(found.features),
-            ragged.unpack(found.hidden),
+            ragged.unpack(self._tensor(tokens), width),
+            ragged.unpack(self._tensor(loss_mask) & usable, width),
+            ragged.unpack(found.features, width),
+            ragged.unpack(found.hidden, width),
             document=document,
             position=position,
             sample=torch.tensor([number for number, _ in picked], device=self.device),

@@ -151,6 +151,7 @@ class Cached:
     def __init__(self, folder: str | Path, settings: dict[str, Any], rows: Rows) -> None:
         """InputError where the cache was made with other settings, lacks one of the rows, or is damaged."""
         self.folder = Path(folder)
+        self.stored, self.seconds = True, 0.0
         self.manifest = read_manifest(self.folder)
         if changed := differences(self.manifest.settings, settings):
             raise InputError(f"{self.folder} was made with other settings: {changed}; make another cache")

@@ -6,6 +6,7 @@ their positions one after the other. Letters: M rows asked for, N positions of t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +42,11 @@ class Features:
 class FeatureSource(Protocol):
     """Where training takes features from."""
 
+    stored: bool
+    """Whether they lie on a disk, where reading them early spares a wait."""
+    seconds: float
+    """How long the target computed them so far."""
+
     def __call__(self, index: Sequence[int]) -> Features: ...
 
     def check(self, limit: float) -> None:
@@ -59,11 +65,12 @@ class Live:
     def __init__(self, target: Target, layers: Sequence[int], rows: Rows, dtype: torch.dtype | None = None) -> None:
         """dtype: what features and hidden are rounded to; None: the target's own."""
         self.target, self.layers, self.rows, self.dtype = target, tuple(layers), rows, dtype
+        self.stored, self.seconds = False, 0.0
         self._seen = 0
         self._refused = torch.zeros((), dtype=torch.long, device=target.device)
 
     def __call__(self, index: Sequence[int]) -> Features:
-        device = self.target.device
+        began, device = time.perf_counter(), self.target.device
         tokens = [torch.from_numpy(self.rows.tokens_of(i).astype("int64")) for i in index]
         counts = [len(t) for t in tokens]
         if device.type == "cpu":
@@ -71,6 +78,7 @@ class Live:
             features, hidden = (torch.cat(x) for x in zip(*parts))
         else:
             features, hidden = self.target.packed_features(torch.cat(tokens).to(device), counts, self.layers)
+        self.seconds += time.perf_counter() - began
         if self.dtype is not None:
             features, hidden = features.to(self.dtype), hidden.to(self.dtype)
         found = faults(features, hidden, counts, len(self.layers))

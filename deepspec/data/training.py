@@ -43,10 +43,10 @@ class TrainingData:
 
     def load_target(self, device: torch.device) -> Target | Ends:
         """On `device`: the target, or its two ends where nothing needs its layers (a forward pass, a start from
-        them)."""
+        them, decoding)."""
         c, train = self.config, self.config.train
         options: dict[str, Any] = {"device": str(device), "dtype": train.target_dtype, "revision": c.target_revision}
-        whole = self.cache is None or train.init == "target" or c.target.endswith(".gguf")
+        whole = self.cache is None or train.init == "target" or c.target.endswith(".gguf") or c.validate.path
         if not whole:
             return Ends.load(c.target, **options)
         spread = "auto" if train.target_devices == "all" else None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 Backend = Literal["auto", "flex", "sdpa"]
@@ -45,8 +46,16 @@ class Anchored:
 
     def attend(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """q [B, N, Q, H]; context keys and values [B, T, K, H]; the blocks' own [B, N, K, H] -> [B, N, Q, H]."""
-        backend = ("flex" if q.is_cuda else "sdpa") if self.backend == "auto" else self.backend
-        return (self._flex if backend == "flex" else self._sdpa)(q, context, block, scale)
+        return (self._flex if self._is_flex else self._sdpa)(q, context, block, scale)
+
+    def prepare(self) -> Anchored:
+        """Make the mask now: layers that are compiled find it made."""
+        _ = self._block_mask if self._is_flex else self._context_mask
+        return self
+
+    @property
+    def _is_flex(self) -> bool:
+        return self.anchors.is_cuda if self.backend == "auto" else self.backend == "flex"
 
     @functools.cached_property
     def own_document(self) -> Tensor:
@@ -57,8 +66,6 @@ class Anchored:
 
     @functools.cached_property
     def _block_mask(self) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
         anchors, own, document, window = self.anchors, self.own_document, self.document, self.window
 
@@ -68,12 +75,12 @@ class Anchored:
             context = sees_context(anchors[b, block], own[b, block], k, document[b, place], q % G, window)
             return torch.where(k < T, context, (k - T) // G == q // G)
 
-        return create_block_mask(visible, B, None, A * G, T + A * G, device=anchors.device)
+        return _mask_maker(anchors.is_cuda)(visible, B, None, A * G, T + A * G, device=anchors.device)
 
     def _flex(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(context, block))
         gqa = q.shape[2] != keys.shape[1]
-        call = _flex_call(q.is_cuda)
+        call = flex_attention if torch.compiler.is_compiling() else _flex_call(q.is_cuda)
         out = call(q.transpose(1, 2), keys, values, block_mask=self._block_mask, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2)
 
@@ -123,9 +130,13 @@ def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: 
 
 
 @functools.cache
-def _flex_call(compiled: bool) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def _mask_maker(compiled: bool) -> Any:
+    """create_block_mask; compiled it never holds the whole mask [A * G, T + A * G]."""
+    return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
+
+@functools.cache
+def _flex_call(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 

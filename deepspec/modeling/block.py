@@ -5,6 +5,7 @@ Letters: B rows, T positions, S new positions, A anchors, G slots, L tapped laye
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..checked import require
 from ..sampling import Sampling
@@ -138,10 +140,14 @@ class BlockDrafter(Drafter):
         at = positions.gather(1, anchors)[..., None] + torch.arange(width, device=anchors.device)
         x = self._embed(batch.tokens.gather(1, anchors)).flatten(1, 2)
         rotary = self.rotary(at.flatten(1))
-        view = Anchored(anchors, documents, width, self.attention, self.config.sliding_window)
+        view = Anchored(anchors, documents, width, self.attention, self.config.sliding_window).prepare()
         for layer in self._blocks():
             injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
-            x = layer(x, rotary, lambda q, k, v, c=injected, s=scale: view.attend(q, c, (k, v), s))
+            look = functools.partial(_look, view, injected, scale)
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rotary, look, use_reentrant=False)
+            else:
+                x = layer(x, rotary, look)
         return self._slots(x.unflatten(1, (anchors.shape[1], width)))
 
     def _blocks(self) -> list[Block]:
@@ -267,3 +273,8 @@ class BlockDrafter(Drafter):
 
             x = layer(x, rotary, look)
         return self._slots(x)
+
+
+def _look(view: Anchored, context: tuple[Tensor, Tensor], scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the queries of all blocks see: their context and their own block."""
+    return view.attend(q, context, (k, v), scale)

@@ -141,6 +141,8 @@ class Drafter(nn.Module, ABC):
     vocab: Vocab
     attention: Backend = "auto"
     """Backend of teacher-forced attention, where a drafter has more than one: auto is flex on CUDA, SDPA elsewhere."""
+    checkpoint_layers = False
+    """Whether the backward pass computes the layers again instead of keeping what they computed."""
 
     @property
     @abstractmethod

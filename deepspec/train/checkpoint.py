@@ -29,7 +29,7 @@ from .optim import AnyOptimizer
 
 FREE = {
     "out", "train.log_every", "train.save_every", "train.keep_last", "train.device", "train.micro_batch",
-    "train.sharding", "train.target_devices",
+    "train.sharding", "train.target_devices", "train.trackers", "train.compile", "train.checkpoint_layers", "validate",
 }  # fmt: skip
 """Settings that may change between the parts of a resumed run."""
 _LOG = logging.getLogger(__name__)

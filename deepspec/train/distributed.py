@@ -91,6 +91,10 @@ class Wrapped:
             mesh = init_device_mesh(world.device.type, (world.size,))
             self._shards = fully_shard(module, mesh=mesh, reshard_after_forward=False)
         elif world.size > 1:
+            # buffers are constants; sent round in a step's first pass they would leave behind a process that runs out
+            # of memory there and begins again (the argument that says so changes its name between versions)
+            constants = [name for name, _ in module.named_buffers()]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, constants)
             ids = [world.device] if world.device.type == "cuda" else None
             self._ddp = nn.parallel.DistributedDataParallel(
                 module, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=unused

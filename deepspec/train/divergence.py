@@ -34,11 +34,11 @@ class Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
-        weight: Tensor, config: LossConfig, grad: bool, terms: Callable[..., Any] | None = None,
+        weight: Tensor, config: LossConfig, grad: bool, terms: Callable[..., Any],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """h [N, D], r [N, R], w2 [Vd, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N].
 
-        place is ascending. `terms` is what computes a block, compiled or not (default: `block_terms`).
+        place is ascending. `terms` is `block_terms`, compiled or not.
         """
         device = h.device.type
         fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
@@ -47,9 +47,7 @@ class Divergence(torch.autograd.Function):
             positions, which, sizes = torch.unique_consecutive(place, return_inverse=True, return_counts=True)
             out = _Results.make(h, r, w2, exact, grad)
             label, known = vocab.to_draft(label)
-            work = _Work(
-                config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms or block_terms
-            )
+            work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
             rows = max(1, _BLOCK_BYTES.get(device, 64 << 20) // (4 * vocab.size))
             for blocks in _chunks(_blocks(sizes.tolist(), min(rows, config.chunk)), config.chunk):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
@@ -143,7 +141,9 @@ class _Work:
                 if self.w2.numel():
                     x = x.addmm_(r[here].to(x.dtype), self.w2.T.to(x.dtype))
             share = None if mass is None else mass[which]
-            ce, kl, l1, g = self.terms(x, p, which, label, known, share, (c.ce, c.kl, c.tv), out.wanted)
+            # a size of 1 would be a graph of its own
+            terms = self.terms if sb - sa > 1 and pb - pa > 1 else block_terms
+            ce, kl, l1, g = terms(x, p, which, label, known, share, (c.ce, c.kl, c.tv), out.wanted)
             out.ce[cut], out.kl[cut], out.l1[cut] = ce, kl, l1
             if g is not None:
                 logits[here].copy_(g)  # their place is free now

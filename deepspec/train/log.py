@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..cache import write_text
-from .report import StepReport
 
 
 class Log:
@@ -22,6 +23,6 @@ class Log:
                     kept += [line] if json.loads(line)["step"] <= start else []
             write_text(path, "".join(x + "\n" for x in kept))
 
-    def write(self, report: StepReport) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:  # opened each time: nothing to close when a run ends
-            file.write(json.dumps(report.row()) + "\n")
+            file.write(json.dumps(row) + "\n")

@@ -16,10 +16,10 @@ from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from . import checkpoint
 from .distributed import World
-from .log import Log
 from .report import StepReport
 from .setup import Setup, prepare
 from .step import Stepper
+from .watch import Watch
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,11 +62,21 @@ class _Run:
             if afresh:
                 shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
             checkpoint.tidy(self.out, self.start)
-            self.log = Log(self.out / "metrics.jsonl", self.start)
+        self.best = world.gather([checkpoint.best(self.out) if world.main else None])[0]
+        """Step and validation tau of the best checkpoint."""
+        self.watch = Watch(parts, world, self.out, self.start)
+        if world.main:
             for line in [] if saved else parts.started:
                 _LOG.info("init: %s", line)
 
     def steps(self) -> Iterator[StepReport]:
+        try:
+            yield from self._steps()
+        finally:
+            self.stepper.ahead.close()
+            self.watch.close()
+
+    def _steps(self) -> Iterator[StepReport]:
         report = None
         for step in range(self.start, self.total):
             try:
@@ -95,14 +105,19 @@ class _Run:
             yield report
 
     def _after(self, report: StepReport) -> None:
-        """What follows a step: the log, the checkpoint."""
+        """What follows a step: validation, the log, the checkpoint."""
         train, last = self.config.train, report.step == self.total
         if report.step % train.log_every == 0 or last:
             self.batches.source.check(self.config.data.max_refused)
-            if self.world.main:
-                self.log.write(report)
+        tau = self.watch.after(report)
         if report.step % train.save_every == 0 or last:
             self._save(report.step)
+        if tau is not None and (self.best is None or tau > self.best[1]):
+            self._save(report.step)
+            self.best = report.step, tau
+            if self.world.main:
+                checkpoint.mark_best(self.out, *self.best)
+                _LOG.info("step %d: the best validation tau so far, %.3f; its checkpoint is kept", *self.best)
 
     def _save(self, step: int) -> None:
         if step == self.saved:

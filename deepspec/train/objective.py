@@ -13,7 +13,9 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from torch.nn import functional as F
 
 from ..config import LossConfig
 from ..modeling.drafter import Batch, Drafter, gather_slots
-from .divergence import Divergence
+from .divergence import Divergence, block_terms
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """{name: (sum, count)}: divided once, after every sum is complete."""
@@ -30,11 +32,12 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 class Objective(nn.Module):
     """Batch -> (summed loss, its weight, metrics); the mean loss is loss / weight. The module a trainer wraps."""
 
-    def __init__(self, drafter: Drafter, config: LossConfig) -> None:
+    def __init__(self, drafter: Drafter, config: LossConfig, terms: Callable[..., Any] = block_terms) -> None:
+        """terms: `block_terms`, compiled or not."""
         super().__init__()
         if config.confidence and not drafter.has_confidence:
             raise ValueError("loss.confidence > 0 needs a drafter with a confidence head")
-        self.drafter, self.config = drafter, config
+        self.drafter, self.config, self._terms = drafter, config, terms
 
     def forward(
         self, batch: Batch, anchors: tuple[Tensor, Tensor] | None = None, seeds: Tensor | None = None
@@ -66,6 +69,7 @@ class Objective(nn.Module):
             weight_N,
             c,
             torch.is_grad_enabled(),
+            self._terms,
         )
         accept = (1 - l1 / 2).clamp(0, 1)
         bce = torch.zeros_like(accept)

@@ -24,6 +24,8 @@ class StepReport:
     tokens: int
     """Tokens of the step's rows, prompts included."""
     seconds: float
+    waited: float
+    """Of these, seconds without a batch to work on; the target's passes are work."""
     grad_norm: Tensor = field(repr=False)
     drafter: Drafter = field(repr=False)
     sums: Metrics = field(repr=False)
@@ -44,6 +46,7 @@ class StepReport:
             **self.metrics,
             "tokens_per_second": self.tokens / self.seconds,
             "seconds": self.seconds,
+            "data_seconds": self.waited,
         }
 
 

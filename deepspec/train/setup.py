@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 
 from ..config import Config, as_dict
+from ..data.prompts import Prompt
 from ..data.training import TrainingData, training_data
 from ..hub.files import read_tensors
-from ..modeling import draft_vocab
+from ..modeling import draft_vocab, loading
 from ..modeling.drafter import Drafter
 from ..modeling.ends import Ends
 from ..modeling.target import Target
@@ -21,6 +23,8 @@ from ..modeling.vocab import Vocab
 from ..provenance import provenance
 from . import init
 from .checkpoint import Saved
+from .trackers import find
+from .validate import read_prompts
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Setup:
     """What tells the data from others: the number of rows, and a hash of them in their order."""
     target: Target | Ends
     drafter: Drafter
+    prompts: list[tuple[Prompt, int]]
+    """Held-out ones to decode while training, each with its seed."""
     started: list[str]
     """Where the drafter's weights came from, a line each; empty: at random."""
 
@@ -66,6 +72,10 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     train = config.train
     if saved is None:
         init.check(train.init)
+    for name in train.trackers:
+        find(name)
+    source = functools.partial(loading.load_tokenizer, config.target, revision=config.target_revision)
+    prompts = read_prompts(config.validate, source, config.data.thinking)
     data = training_data(config)
     digest = hashlib.blake2b(data.rows.keys().tobytes(), digest_size=8).hexdigest()
     identity = {"rows": len(data.rows), "digest": digest}
@@ -80,7 +90,8 @@ def prepare(config: Config, device: torch.device, saved: Saved | None = None) ->
     else:
         drafter = build_drafter(config, target, init.vocabulary(config, target.vocab, data.rows))
         started = init.warm_start(drafter, target, train.init)
-    return Setup(config, data, identity, target if data.cache is None else Ends.of(target), drafter, started)
+    kept = target if data.cache is None or prompts else Ends.of(target)
+    return Setup(config, data, identity, kept, drafter, prompts, started)
 
 
 def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = None) -> Drafter:
@@ -91,4 +102,5 @@ def build_drafter(config: Config, target: Target | Ends, vocab: Vocab | None = N
         drafter = config.drafter.build(target.spec, target.vocab if vocab is None else vocab)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     drafter.attention = config.train.attention
+    drafter.checkpoint_layers = config.train.checkpoint_layers
     return drafter

@@ -7,10 +7,11 @@ the optimiser does not move.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,12 +19,13 @@ import torch
 
 from ..checked import RunError
 from ..config import Config
+from ..data.ahead import Ahead
 from ..data.batches import Batches
 from ..data.loader import Loader
 from ..modeling.drafter import Drafter
-from . import optim
+from . import compiling, optim
 from .distributed import World, Wrapped, local, whole
-from .objective import Metrics, Objective
+from .objective import Metrics
 from .report import StepReport, add
 from .share import Served, passes, seeds, served
 
@@ -42,8 +44,13 @@ class Stepper:
         """stop: whether this process was told to stop; asked between passes."""
         self.config, self.world, self.drafter = config, world, drafter
         self.loader, self.source, self.total, self.stop = loader, source, total, stop
+        self.ahead = Ahead(source)
+        if world.device.type == "cuda" and compiling.wanted(config.train.compile, world.device):
+            most = config.data.pack_tokens or config.data.max_length
+            source.width = functools.partial(compiling.width, most=most)
         unused = drafter.has_confidence and not config.loss.confidence
-        self.wrapped = Wrapped(Objective(drafter, config.loss), world, config.train.sharding, unused=unused)
+        module = compiling.objective(drafter, config.loss, config.train.compile, world.device)
+        self.wrapped = Wrapped(module, world, config.train.sharding, unused=unused)
         self.optimizer = optim.build(drafter, config.train)
         self.micro_batch = config.train.micro_batch
         """Sequences of a pass: the config's, or fewer once memory ran out."""
@@ -53,7 +60,7 @@ class Stepper:
     def step(self, step: int) -> StepReport | None:
         """Optimiser step `step` (from 0) of `total`; None where it was given up to stop. RunError where loss or
         gradient is not finite, or memory does not suffice; the weights are then those of the step before."""
-        train, began = self.config.train, time.perf_counter()
+        train, began, waited = self.config.train, time.perf_counter(), self.ahead.waited
         lr = optim.learning_rate(step, self.total, train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -74,7 +81,8 @@ class Stepper:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = self.source.tokens([s.picked for s in whole_step])
-        return StepReport(step + 1, self.total, lr, tokens, time.perf_counter() - began, norm, self.drafter, sums)
+        seconds, waited = time.perf_counter() - began, self.ahead.waited - waited
+        return StepReport(step + 1, self.total, lr, tokens, seconds, waited, norm, self.drafter, sums)
 
     def _accumulate(self, step: int, whole_step: list[Served]) -> tuple[Metrics, bool]:
         """All passes of this process: sums, and whether none was left out to stop. Where memory runs out it begins
@@ -89,7 +97,7 @@ class Stepper:
                     if n and self.stop() and not (last and self.world.size > 1):  # in the last one, others wait
                         finished = False
                     else:
-                        add(sums, self._pass(share, last=last))
+                        add(sums, self._pass(share, last=last, following=self._following(shares, n, step)))
                 return sums, finished
             except RuntimeError as error:
                 self._shrink(error, step, waited_for=self.world.size > 1 and n == len(shares) - 1)
@@ -98,9 +106,19 @@ class Stepper:
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _pass(self, share: list[Served], *, last: bool) -> Metrics:
+    def _following(self, shares: list[list[Served]], n: int, step: int) -> list[Served]:
+        """What this process serves after pass n of a step; none after the last step."""
+        if n + 1 < len(shares):
+            return shares[n + 1]
+        if step + 1 == self.total:
+            return []
+        return passes(served(self.loader, step + 1), self.world.rank, self.world.size, self.micro_batch)[0]
+
+    def _pass(self, share: list[Served], *, last: bool, following: Sequence[Served] = ()) -> Metrics:
         """Forward and backward of some sequences: gradients of sums, added to what is there."""
-        batch = self.source.batch([s.picked for s in share])
+        batch = self.ahead.batch([s.picked for s in share])
+        if following:
+            self.ahead.expect([s.picked for s in following])
         if share[0].idle:
             batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
         with self.wrapped.adding(last=last):
