@@ -154,7 +154,8 @@ def test_what_no_other_try_would_change_stops_at_once(status, after, tmp_path):
             assert not list(tmp_path.iterdir())
         server.fail = lambda n: None
         run(tmp_path / "a.jsonl", server)
-    assert rows(tmp_path / "a.jsonl").keys() == {p.id for p in prompts()} and len(server.texts) == 10
+    # a request that was under way when the first run stopped may be answered after the server has recovered
+    assert rows(tmp_path / "a.jsonl").keys() == {p.id for p in prompts()} and len(set(server.texts)) == 10
 
 
 def test_a_prompt_that_always_fails_is_given_up_and_the_others_are_answered(tmp_path):
