@@ -11,7 +11,6 @@ set -euo pipefail
 sources=()
 for file in "$@"; do sources+=("$(realpath "$file")"); done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export OMP_WAIT_POLICY=PASSIVE
 if [ ${#sources[@]} = 0 ]; then
     sources=(openai/gsm8k:main sahil2801/CodeAlpaca-20k tatsu-lab/alpaca)
 elif [ ${#sources[@]} != 3 ]; then
@@ -22,11 +21,9 @@ per_kind=${PER_KIND:-700} test=${TEST:-60} steps=${STEPS:-2000} new_tokens=${NEW
 read -ra heads <<< "${HEADS:-vanilla gated rnn}"
 out=${OUT:-runs/smollm2_135m}
 
-if [ -z "${PYTHON_ENV:-}" ]; then
-    source scripts/venv.sh
-    ensure_venv .venv plot,gguf
-fi
-python=${PYTHON_ENV:-.venv}/bin/python
+source scripts/venv.sh
+use_env
+python=$PYTHON_ENV/bin/python
 
 stage() { # stage NAME COMMAND...
     local name=$1 start=$SECONDS
@@ -36,7 +33,7 @@ stage() { # stage NAME COMMAND...
     printf -- '-- %s: %d s\n' "$name" $((SECONDS - start))
 }
 
-stage "the target" env PYTHON_ENV="${PYTHON_ENV:-.venv}" bash scripts/get_smollm2.sh
+stage "the target" bash scripts/get_smollm2.sh
 cache=$($python -c 'from deepspec.cache import cache_dir; print(cache_dir())')
 target=$cache/smollm2-135m-instruct data=$cache/smollm2-135m
 mkdir -p "$data"

@@ -31,8 +31,13 @@ EOF
     echo "$stamp" >"$dir/.deepspec-stamp"
 }
 
-run_in_env() { # run_in_env SCRIPT ARGS...: one of these scripts in $PYTHON_ENV, or in .venv, made if it is missing
+use_env() { # set $PYTHON_ENV, where nobody has, to .venv, made if it is missing
     export OMP_WAIT_POLICY=PASSIVE
     [ -n "${PYTHON_ENV:-}" ] || ensure_venv .venv plot,gguf
-    exec "${PYTHON_ENV:-.venv}/bin/python" "scripts/$1" "${@:2}"
+    export PYTHON_ENV=${PYTHON_ENV:-.venv}
+}
+
+run_in_env() { # run_in_env SCRIPT ARGS...: one of these scripts in that environment
+    use_env
+    exec "$PYTHON_ENV/bin/python" "scripts/$1" "${@:2}"
 }

@@ -12,7 +12,7 @@ import json
 import torch
 from torch import Tensor, nn
 
-from deepspec import Batch, DFlashConfig, DSparkConfig, Proposal, Sampling, Target
+from deepspec import Batch, DFlashConfig, DSparkConfig, Objective, Proposal, Sampling, Target
 from deepspec.modeling.drafter import Drafter, certain
 
 V = 40
@@ -262,6 +262,19 @@ def changed(tensor: Tensor, index, by: float = 1.0):
     other = tensor.clone()
     other[index] = other[index] + by
     yield other
+
+
+def by_heart(drafter, loss, batch, *, lr: float, steps: int):
+    """`drafter` after `steps` optimiser steps on one batch; the rate falls to 0 over the second half."""
+    objective = Objective(drafter, loss)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1, 2 - 2 * step / steps)
+        total, weight, _ = objective(batch)
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+    return drafter.eval()
 
 
 def clone(module):

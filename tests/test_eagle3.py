@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers import by_heart
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from twins import naive_objective
@@ -385,15 +386,7 @@ def overfit(tgt: Target, config: Eagle3Config, vocab=None, steps: int = 150) -> 
     b = Batch(tokens, mask, features, hidden)
     torch.manual_seed(0)
     d = config.build(tgt.spec, vocab or tgt.vocab)
-    objective = Objective(d, LOSS)
-    optimizer = torch.optim.AdamW(d.parameters(), lr=3e-3, weight_decay=0.0)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, 2 - 2 * step / steps)
-        loss, weight, _ = objective(b)
-        optimizer.zero_grad()
-        (loss / weight).backward()
-        optimizer.step()
-    return d.eval(), prompt
+    return by_heart(d, LOSS, b, lr=3e-3, steps=steps), prompt
 
 
 def conditional(rounds: list[tuple[int, int]], slots: int) -> list[float]:

@@ -8,10 +8,10 @@ import functools
 import matrix
 import pytest
 import torch
-from helpers import LAYERS, hf_model
+from helpers import LAYERS, by_heart, hf_model
 from matrix import G
 
-from deepspec import Batch, LossConfig, Objective, Target, generate
+from deepspec import Batch, LossConfig, Target, generate
 from deepspec.modeling.drafter import Drafter
 
 KINDS = ("dflash", "dflash-masks", "vanilla", "gated", "rnn", "eagle3", "eagle3-qk_norm")
@@ -49,15 +49,7 @@ def learned(kind: str, family: str, steps: int = 350) -> Drafter:
     torch.manual_seed(0)
     anchors = {} if kind.startswith("eagle3") else dict(num_anchors=LENGTH)
     drafter = matrix.config(kind, **anchors).build(tgt.spec, tgt.vocab)
-    objective = Objective(drafter, LOSS)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 5e-3 * min(1, 2 - 2 * step / steps)
-        loss, weight, _ = objective(batch)
-        optimizer.zero_grad()
-        (loss / weight).backward()
-        optimizer.step()
-    return drafter.eval()
+    return by_heart(drafter, LOSS, batch, lr=5e-3, steps=steps)
 
 
 def conditional(drafter: Drafter, family: str, slots: int = G) -> list[float]:

@@ -1,11 +1,9 @@
 """`python -m deepspec.eval`: a target and its drafters on tasks, as tables, JSON, CSV, Markdown and an HTML page."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 
 from ..cli import main
-from .options import Parser, add_run_options, eval_config, task_names
+from .options import Parser, add_run_options, eval_config, run_plan
 
 # what needs torch is imported after the arguments are read, so that --help and a typing mistake answer at once
 
@@ -32,19 +30,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
     from .drafters import named
-    from .run import Plan, evaluate_to_files
+    from .run import evaluate_to_files
 
     config = eval_config(args, args.schedule)
-    plan = Plan(
-        drafters=named(args.drafter),
-        target=args.target,
-        tasks=task_names(args),
-        out=args.out,
-        dtype=args.dtype,
-        device=args.device,
-        resume=args.resume,
-        command=shlex.join(["python", "-m", "deepspec.eval", *(arguments or sys.argv[1:])]),
-    )
+    plan = run_plan(args, named(args.drafter), "deepspec.eval", arguments)
     evaluate_to_files(plan, config)
 
 

@@ -1,11 +1,14 @@
 """The options that `python -m deepspec.eval` and its studies share. Imports nothing heavy: --help answers at once."""
 
 import argparse
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from .run import Plan
     from .settings import EvalConfig
 
 
@@ -78,6 +81,25 @@ def eval_config(args: argparse.Namespace, schedule: Sequence[str]) -> "EvalConfi
         thinking=args.thinking,
         turns=args.turns,
         compile=args.compile,
+    )
+
+
+def run_plan(
+    args: argparse.Namespace, drafters: dict[str, str], module: str, arguments: Sequence[str] | None
+) -> "Plan":
+    """What the options of `add_run_options` say to evaluate: `drafters`, name -> directory. `module` and `arguments`
+    (None: those of this process) are the command that the report names."""
+    from .run import Plan
+
+    return Plan(
+        drafters=drafters,
+        target=args.target,
+        tasks=task_names(args),
+        out=args.out,
+        dtype=args.dtype,
+        device=args.device,
+        resume=args.resume,
+        command=shlex.join(["python", "-m", module, *(arguments or sys.argv[1:])]),
     )
 
 

@@ -8,15 +8,13 @@ threshold   drafts accepted and rejected, by confidence threshold      (Figure 5
 
 import argparse
 import dataclasses
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cli import main
-from .options import Parser, add_run_options, eval_config, task_names
+from .options import Parser, add_run_options, eval_config, run_plan
 
 LEVELS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 VARIED = {"depth": "num_draft_layers", "length": "block_size"}
@@ -52,25 +50,17 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     from ..cache import write_text
     from . import plots
+    from .drafters import named
     from .report import aligned, markdown_table
-    from .run import Plan, evaluate_to_files
+    from .run import evaluate_to_files
     from .share import Share
     from .study_views import view
 
     schedule = [f"threshold:{x:g}" for x in args.levels] if args.study == "threshold" else ["verify_all"]
     config = eval_config(args, schedule)
     trained = train(args) if args.study in VARIED else []
-    drafters = {t.name: str(t.path) for t in trained} if trained else _named(args.drafter)
-    plan = Plan(
-        drafters=drafters,
-        target=args.target,
-        tasks=task_names(args),
-        out=args.out,
-        dtype=args.dtype,
-        device=args.device,
-        resume=args.resume,
-        command=shlex.join(["python", "-m", "deepspec.eval.studies", *(arguments or sys.argv[1:])]),
-    )
+    drafters = {t.name: str(t.path) for t in trained} if trained else named(args.drafter)
+    plan = run_plan(args, drafters, "deepspec.eval.studies", arguments)
     rows = evaluate_to_files(plan, config)
     if Share.from_environment().world > 1 and {r["task"] for r in rows} != set(_stems(plan.tasks)):
         return  # another process has the last word
@@ -117,12 +107,6 @@ def train(args: Any) -> list[Trained]:
                         bar.update()
             found.append(Trained(name, recipe, value, out / "drafter"))
     return found
-
-
-def _named(drafters: Sequence[str]) -> dict[str, str]:
-    from .drafters import named
-
-    return named(drafters)
 
 
 def _stems(tasks: Sequence[str]) -> list[str]:
