@@ -1,4 +1,4 @@
-"""Command line of the data path: `python -m deepspec.data prompts`, `answers`, `show`, `features` and `plan`."""
+"""Command line of the data path: `python -m deepspec.data prompts`, `magpie`, `answers`, `show`, `features`, `plan`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..cli import main
 from .command_answers import add_answers
 from .command_features import add_features
+from .command_magpie import add_magpie
 from .command_plan import add_plan
 from .command_prompts import add_prompts
 from .command_show import add_show
@@ -17,7 +18,7 @@ def command(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; argv without the program's name."""
     parser = argparse.ArgumentParser(prog="python -m deepspec.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (add_prompts, add_answers, add_show, add_features, add_plan):
+    for add in (add_prompts, add_magpie, add_answers, add_show, add_features, add_plan):
         add(commands)
     args = parser.parse_args(argv)
     args.run(args)
