@@ -17,7 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import deepspec
-from deepspec import Batch, DSparkConfig, Eagle3Config, LossConfig, Objective, Sampling, Target, generate, load_drafter
+from deepspec import (
+    Batch,
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    LossConfig,
+    Objective,
+    Sampling,
+    Target,
+    generate,
+    load_drafter,
+)
 from deepspec.checked import ConfigError, InputError
 from deepspec.modeling import draft_vocab
 from deepspec.modeling.drafter import gather_slots
@@ -32,6 +43,7 @@ KINDS = {
     "gated": (DSparkConfig, dict(markov_rank=5, markov_head_type="gated")),
     "rnn": (DSparkConfig, dict(markov_rank=5, markov_head_type="rnn")),
     "rank0": (DSparkConfig, dict(markov_rank=0)),
+    "dflash": (DFlashConfig, {}),
 }
 
 
@@ -315,7 +327,7 @@ def test_broken_maps_are_refused(broken, message, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "vanilla"])
+@pytest.mark.parametrize("kind", ["eagle3", "vanilla", "dflash"])
 def test_setting_and_vocabulary_must_agree(kind):
     """draft_vocab_size with the whole vocabulary says what is missing; so does the reverse."""
     cls, own = KINDS[kind]
@@ -338,7 +350,7 @@ def test_vocab_shares_the_target_s_tensors():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
 def test_a_run_with_fewer_tokens(kind, tmp_path):
     """A run drafts from the tokens its rows supervise most; stopped and gone on with, it is the uninterrupted run, map
     and all; what it saves decodes losslessly; another run starts from it with its map, whatever its own rows say."""
@@ -347,6 +359,7 @@ def test_a_run_with_fewer_tokens(kind, tmp_path):
     common = dict(block_size=4, target_layer_ids=(0, 2), draft_vocab_size=17)
     drafter = {
         "dspark": DSparkConfig(num_draft_layers=1, mask_token_id=39, num_anchors=6, markov_rank=4, **common),
+        "dflash": DFlashConfig(num_draft_layers=1, mask_token_id=39, num_anchors=6, **common),
         "eagle3": Eagle3Config(**common),
     }[kind]
 

@@ -70,6 +70,7 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> BlockConfig:
         "num_anchors": look.get("num_anchors", 512),
         "sample_from_anchor": from_anchor,
         "sliding_window": _window(raw, nested),
+        "draft_vocab_size": look.get("draft_vocab_size") if "d2t" in keys else None,
     }
     markov = "markov_head.markov_w1.weight" in keys
     confidence = "confidence_head.proj.weight" in keys
@@ -81,7 +82,6 @@ def from_json(raw: dict[str, Any], keys: set[str]) -> BlockConfig:
         markov_rank=look.get("markov_rank", 256) if markov else 0,
         confidence_head=confidence,
         confidence_with_markov=look.get("confidence_head_with_markov", markov),
-        draft_vocab_size=look.get("draft_vocab_size") if "d2t" in keys else None,
     )
 
 

@@ -19,6 +19,7 @@ from ..checked import require
 from ..sampling import Sampling
 from .attention import Anchored, attend
 from .cache import KVCache, Ragged, as_list, on_device
+from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, choose_anchors
 from .fixed import capacity
 from .layers import Block, Rotary, spec_norm
@@ -45,13 +46,15 @@ class BlockConfig(DrafterConfig):
     """Width of its MLPs; None is the target's, in proportion to `width`."""
     sliding_window: int | None = None
     """Context a slot sees, itself counted: the positions less than this far before it; None is all."""
+    draft_vocab_size: int | None = None
+    """Vd: how many of the target's tokens can be drafted; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_draft_layers >= 1, f"drafter.num_draft_layers must be >= 1, got {self.num_draft_layers}")
         require(self.num_anchors >= 1, f"drafter.num_anchors must be >= 1, got {self.num_anchors}")
         require(self.mask_token_id >= 0, f"drafter.mask_token_id must be >= 0, got {self.mask_token_id}")
-        for name in ("width", "mlp_width"):
+        for name in ("width", "mlp_width", "draft_vocab_size"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"drafter.{name} must be >= 1 or None, got {value}")
         require(
@@ -63,6 +66,10 @@ class BlockConfig(DrafterConfig):
             self.sample_from_anchor or self.block_size >= 2,
             "drafter.block_size must be >= 2 where sample_from_anchor is false: one place is the anchor's",
         )
+
+    @property
+    def draft_size(self) -> int | None:
+        return self.draft_vocab_size
 
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         super().check_target(num_layers=num_layers, vocab_size=vocab_size, special_ids=special_ids)
@@ -105,6 +112,7 @@ class BlockDrafter(Drafter):
         spec = config.shape(spec)
         if vocab.dim != spec.dim and config.width is None:
             raise ValueError(f"the vocabulary has width {vocab.dim}, the block {spec.dim}")
+        check(config.draft_vocab_size, vocab)
         self.config, self.spec = config, spec
         # not a submodule: moving, casting, saving or sharding a drafter must leave the target's own tensors alone
         object.__setattr__(self, "vocab", vocab)

@@ -29,5 +29,5 @@ class DFlash(BlockDrafter):
         return certain(prev)
 
     def _draw(self, hidden: Tensor, anchors: Tensor, sampling: Sampling, uniforms: Tensor) -> Proposal:
-        tokens, probs = sampling.draw(self.vocab.logits(hidden), uniforms)
+        tokens, probs = self.vocab.full(*sampling.draw(self.vocab.logits(hidden), uniforms))
         return Proposal(tokens, probs, certain(tokens).sigmoid())

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..checked import require
 from ..sampling import Sampling
 from .block import BlockConfig, BlockDrafter
-from .draft_vocab import check
 from .drafter import Proposal, certain
 from .heads import ConfidenceHead, MarkovHead, RNNHead, SequentialHead
 from .spec import BlockSpec
@@ -28,17 +27,10 @@ class DSparkConfig(BlockConfig):
     """The confidence loss trains its own head only, not the backbone."""
     confidence_temperatures: tuple[float, ...] = ()
     """What divides each slot's confidence logit in decoding, one a slot (deepspec.eval.calibrate); empty: nothing."""
-    draft_vocab_size: int | None = None
-    """Vd: how many of the target's tokens can be drafted; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.markov_rank >= 0, f"drafter.markov_rank must be >= 0, got {self.markov_rank}")
-        require(
-            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
-            f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
-        )
-
         slots = self.block_size if self.sample_from_anchor else self.block_size - 1
         require(
             len(self.confidence_temperatures) in (0, slots) and min(self.confidence_temperatures, default=1.0) > 0,
@@ -48,10 +40,6 @@ class DSparkConfig(BlockConfig):
     @property
     def has_confidence(self) -> bool:
         return self.confidence_head
-
-    @property
-    def draft_size(self) -> int | None:
-        return self.draft_vocab_size
 
     @property
     def confidence_reads_markov(self) -> bool:
@@ -66,7 +54,6 @@ class DSpark(BlockDrafter):
 
     def __init__(self, config: DSparkConfig, spec: BlockSpec, vocab: Vocab) -> None:
         super().__init__(config, spec, vocab)
-        check(config.draft_vocab_size, vocab)
         self.markov_head: SequentialHead | None = None
         if config.markov_rank:
             size = (vocab.dim, vocab.size, config.markov_rank)
