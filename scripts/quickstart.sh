@@ -8,15 +8,6 @@ source scripts/venv.sh
 # Threads that wait must sleep: with the default, spinning ones take the cores from those that work.
 export OMP_WAIT_POLICY=PASSIVE
 
-stages=()
-stage() { # stage NAME COMMAND...: run it and note how long it took
-    local name=$1 start=$SECONDS
-    shift
-    printf '\n== %s\n' "$name"
-    "$@"
-    stages+=("$(printf '%5d s  %s' $((SECONDS - start)) "$name")")
-}
-
 stage "install" ensure_venv .venv plot
 python=.venv/bin/python
 stage "the embedded target" $python -m deepspec.tiny
@@ -38,6 +29,4 @@ stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspe
     --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \
     --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval --resume
 
-printf '\nTime spent\n'
-printf '%s\n' "${stages[@]}"
-printf '%5d s  in all\n' "$SECONDS"
+time_spent

@@ -1,4 +1,4 @@
-# Sourced by the other scripts: ensure_venv DIR EXTRAS makes a virtual environment with this checkout installed in it.
+# Sourced by the other scripts: the stages of a long one, and ensure_venv DIR EXTRAS, which makes a virtual environment with this checkout installed in it.
 # PYTHON names the interpreter it is made from (default python3).
 
 ensure_venv() {
@@ -40,4 +40,20 @@ use_env() { # set $PYTHON_ENV, where nobody has, to .venv, made if it is missing
 run_in_env() { # run_in_env SCRIPT ARGS...: one of these scripts in that environment
     use_env
     exec "$PYTHON_ENV/bin/python" "scripts/$1" "${@:2}"
+}
+
+stages=()
+stage() { # stage NAME COMMAND...: run it under a heading, say how long it took, and note that in $stages
+    local name=$1 start=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    "$@"
+    printf -- '-- %s: %d s\n' "$name" $((SECONDS - start))
+    stages+=("$(printf '%5d s  %s' $((SECONDS - start)) "$name")")
+}
+
+time_spent() {
+    printf '\nTime spent\n'
+    printf '%s\n' "${stages[@]}"
+    printf '%5d s  in all\n' "$SECONDS"
 }

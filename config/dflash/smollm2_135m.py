@@ -11,6 +11,8 @@ config = replace(
     size,
     drafter=replace(
         kind.drafter,
+        block_size=size.drafter.block_size,
+        draft_vocab_size=size.drafter.draft_vocab_size,
         target_layer_ids=size.drafter.target_layer_ids,
         mask_token_id=size.drafter.mask_token_id,
         num_anchors=size.drafter.num_anchors,

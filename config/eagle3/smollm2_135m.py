@@ -9,7 +9,12 @@ here = Path(__file__).parent
 size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "smollm2_135m.py", here / "tiny.py"))
 config = replace(
     size,
-    drafter=replace(kind.drafter, target_layer_ids=size.drafter.target_layer_ids),
+    drafter=replace(
+        kind.drafter,
+        block_size=size.drafter.block_size,
+        draft_vocab_size=size.drafter.draft_vocab_size,
+        target_layer_ids=size.drafter.target_layer_ids,
+    ),
     loss=kind.loss,
     out=Path("runs/smollm2_135m/eagle3"),
 )
