@@ -77,14 +77,16 @@ def planned(tmp_path):
 @pytest.mark.parametrize("kind,name", CELLS)
 def test_every_recipe_fits_its_target(planned, kind, name):
     """62 tensors for DSpark and 58 for DFlash of five layers, 12 for Eagle3 without q/k norms (formats.md 1.2, 1.4); a
-    Gemma 4 layer has no v_proj and three tensors more, a Gemma 3 layer two. Eagle3 drafts from every position."""
+    Gemma 4 layer has no v_proj and three tensors more, a Gemma 3 layer two; a part of the vocabulary needs lm_head, d2t
+    and t2d. Eagle3 drafts from every position."""
     p = planned(kind, name)
     layers = 2 if name in SMALL else 5
     more = {"gemma4_12b": 2, "gemma3_270m": 2}.get(name, 0)
     block = 3 + (11 + more) * layers + (4 if kind == "dspark" else 0)
-    assert p.saved_tensors == (12 + more if kind == "eagle3" else block)
-    rows, anchors, length = (8, 32, 512) if name in SMALL else (512, 512, 4096)
-    assert p.slots == rows * 7 * (length if kind == "eagle3" else anchors)
+    reduced = 3 if name in SMALL else 0
+    assert p.saved_tensors == (12 + more if kind == "eagle3" else block) + reduced
+    rows, anchors, slots, length = (2, 40, 5, 512) if name in SMALL else (512, 512, 7, 4096)
+    assert p.slots == rows * slots * (length if kind == "eagle3" else anchors)
     text = TARGETS[name].get("text_config", TARGETS[name])
     assert p.frozen["embedding = head" if text["tie_word_embeddings"] else "embedding"] == (
         text["vocab_size"],
@@ -158,7 +160,11 @@ def test_settings_change_the_figures(planned):
     assert sum(narrow.parameters.values()) < 0.6 * sum(base.parameters.values())
     assert narrow.saved_tensors == base.saved_tensors + 2
     assert planned("dflash", "gemma3_270m", tokens=2_480_000_000).cache_bytes == 2 * base.cache_bytes
-    assert base.resolved["train.target_dtype"] == "bfloat16" and base.resolved["(micro-batches a step)"] == 2
+    assert base.resolved["train.target_dtype"] == "bfloat16" and base.resolved["(micro-batches a step)"] == 1
+    assert planned("dflash", "gemma3_270m", "train.batch_size=6").resolved["(micro-batches a step)"] == 3
+    whole = planned("dflash", "gemma3_270m", "drafter.draft_vocab_size=None")
+    assert whole.saved_tensors == base.saved_tensors - 3 and "draft head" not in whole.frozen
+    assert base.frozen["draft head"] == (16384, 640) and whole.flops["head and loss"] > 5 * base.flops["head and loss"]
 
 
 def test_a_recipe_that_does_not_fit_says_so(planned):

@@ -10,7 +10,10 @@ size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "gemma3
 config = replace(
     size,
     drafter=replace(
-        kind.drafter, target_layer_ids=size.drafter.target_layer_ids, mask_token_id=size.drafter.mask_token_id
+        kind.drafter,
+        draft_vocab_size=size.drafter.draft_vocab_size,
+        target_layer_ids=size.drafter.target_layer_ids,
+        mask_token_id=size.drafter.mask_token_id,
     ),
     loss=kind.loss,
     out=Path("runs/gemma3_270m/dflash"),

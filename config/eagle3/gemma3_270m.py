@@ -9,7 +9,11 @@ here = Path(__file__).parent
 size, kind = (deepspec.load_config(f) for f in (here.parent / "dspark" / "gemma3_270m.py", here / "smollm2_135m.py"))
 config = replace(
     size,
-    drafter=replace(kind.drafter, target_layer_ids=size.drafter.target_layer_ids),
+    drafter=replace(
+        kind.drafter,
+        draft_vocab_size=size.drafter.draft_vocab_size,
+        target_layer_ids=size.drafter.target_layer_ids,
+    ),
     loss=kind.loss,
     out=Path("runs/gemma3_270m/eagle3"),
 )

@@ -113,6 +113,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     config.drafter.check_target(num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids=special)
     dtype = _target_dtype(config, text)
     T, D, V = config.data.max_length, family.block.dim, text.vocab_size
+    Vd = config.drafter.draft_size or V
     run = _dry_run(config, family, V, T)
     layers = _layer_parameters(text)
     L, size = len(config.drafter.target_layer_ids), dtype.itemsize
@@ -120,6 +121,9 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     slots = run.anchors * run.num_slots
     tied = bool(text.tie_word_embeddings)
     heads: dict[str, tuple[int, ...]] = {"embedding = head": (V, D)} if tied else {"embedding": (V, D), "head": (V, D)}
+    vocabulary = len(heads) * V * D
+    if Vd < V:
+        heads["draft head"] = (Vd, D)
     trainable = sum(run.parameters.values())
     moments = trainable * 8 if train.optimizer == "adamw" else trainable * 8 - run.inner * 4
     attend = 2 * T * T * text.num_attention_heads * family.block.head_dim * text.num_hidden_layers
@@ -129,7 +133,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
             "name": config.target,
             "type": text.model_type,
             "layers": f"{text.num_hidden_layers} x {D}, vocabulary {V:,}",
-            "parameters": f"{_count(layers + len(heads) * V * D)} in {str(dtype).removeprefix('torch.')}",
+            "parameters": f"{_count(layers + vocabulary)} in {str(dtype).removeprefix('torch.')}",
             "draft block": f"{family.block.heads}/{family.block.kv_heads} heads of {family.block.head_dim}, "
             f"MLP {run.mlp_dim}, width {run.width}",
         },
@@ -138,19 +142,19 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
         frozen=heads,
         slots=batch * slots,
         memory={
-            "target weights": layers * (train.target_bits or size * 8) // 8 + len(heads) * V * D * size,
+            "target weights": layers * (train.target_bits or size * 8) // 8 + vocabulary * size,
             "drafter weights": trainable * 4,
             "gradients": trainable * 4,
             f"optimiser ({train.optimizer})": moments,
             "features of a micro-batch": micro * T * (L + 1) * D * size,
             "activations of a micro-batch": micro * run.kept,
             "slot states and their gradients": micro * slots * 2 * (D + run.rank) * 4,
-            "loss, one chunk": 3 * config.loss.chunk * V * 4,
+            "loss, one chunk": config.loss.chunk * (V + 2 * Vd) * 4,
         },
         flops={
             "target forward (live features)": batch * float(forward),
             "drafter, forward and backward": batch * 3 * float(run.flops),
-            "head and loss": batch * float(slots * 2 * V * (2 * D + 3 * run.rank) + 2 * min(T, slots) * V * D),
+            "head and loss": batch * float(slots * 2 * Vd * (2 * D + 3 * run.rank) + 2 * min(T, slots) * V * D),
         },
         cache_bytes=tokens * (L + 1) * D * size,
         live_flops=tokens / T * float(forward),
@@ -187,7 +191,11 @@ def _dry_run(config: Config, family: Family, V: int, T: int) -> _DryRun:
     if config.train.precision == "bf16":
         cast = torch.autocast("cpu", dtype=torch.bfloat16)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        vocab = Vocab(torch.empty(V, D), torch.empty(V, D), softcap=family.softcap, embed_scale=family.embed_scale)
+        size = config.drafter.draft_size
+        vocab = Vocab(
+            torch.empty(V, D), torch.empty(V, D), softcap=family.softcap, embed_scale=family.embed_scale,
+            kept=None if size is None else torch.arange(size),
+        )  # fmt: skip
         drafter = config.drafter.build(family.block, vocab)
         tokens = torch.zeros(1, T, dtype=torch.long)
         batch = Batch(tokens, tokens == 0, torch.empty(1, T, L * D), torch.empty(1, T, D))
@@ -200,7 +208,7 @@ def _dry_run(config: Config, family: Family, V: int, T: int) -> _DryRun:
     return _DryRun(
         parameters=_parts(named),
         inner=sum(p.numel() for name, p in named if name.startswith("layers.") and p.dim() == 2),
-        saved=len(drafter.state_dict()),
+        saved=len(drafter.state_dict()) + (0 if size is None else 3),  # lm_head, d2t, t2d
         anchors=anchors.shape[1],
         num_slots=drafter.num_slots,
         rank=rows.shape[-1],
