@@ -18,6 +18,9 @@ _STREAMS = 4
 
 _MASK32 = 0xFFFFFFFF
 
+NUCLEUS = 512
+"""How many of the likeliest tokens are looked at first for the mass of top_p."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
@@ -52,10 +55,7 @@ class Sampling(Checked):
             logits = logits.masked_fill(logits < least, -torch.inf)  # ties with the k-th stay, on both sides alike
         probs = logits.softmax(-1)
         if self.top_p < 1:
-            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-            before = ordered.double().cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
-            keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, before < self.top_p)
-            probs = probs * keep
+            probs = probs * nucleus(probs, self.top_p)
             probs = probs / probs.sum(-1, keepdim=True)
         if self.min_p > 0:
             probs = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
@@ -82,6 +82,40 @@ class Sampling(Checked):
             law.scatter_(-1, tokens[..., None], 1.0)
             return tokens
         return draw(law.copy_(self.probs(logits)), uniform)
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """[..., V] bool: the smallest set of likeliest tokens whose mass reaches top_p; of equals the first stay.
+
+    On a CPU laws whose likeliest few hundred hold that mass, most of them, are never sorted."""
+    laws = probs.reshape(-1, probs.shape[-1])
+    least, count = _edge(laws, top_p, NUCLEUS if laws.device.type == "cpu" else laws.shape[1])
+    keep = laws >= least[:, None]
+    if laws.device.type == "cpu":
+        surplus = (keep.sum(-1) > count).nonzero()[:, 0]  # rows with equals of which not all stay
+        keep[surplus] = _first(laws[surplus], keep[surplus], least[surplus], count[surplus])
+    else:  # the host does not wait
+        keep = _first(laws, keep, least, count)
+    return keep.view(probs.shape)
+
+
+def _edge(laws: Tensor, top_p: float, most: int) -> tuple[Tensor, Tensor]:
+    """laws [N, V] -> the least probability that stays [N], and how many tokens stay [N]; found among each row's `most`
+    likeliest where they hold top_p, else among more."""
+    most = min(most, laws.shape[1])
+    ordered = laws.topk(most, -1).values if most < laws.shape[1] else laws.sort(-1, descending=True).values
+    count = (ordered.double().cumsum(-1) < top_p).sum(-1) + 1  # those that leave mass to be reached, and one
+    least = ordered.gather(1, (count - 1).clamp(max=most - 1)[:, None])[:, 0]
+    if most < laws.shape[1] and len(more := (count > most).nonzero()[:, 0]):
+        least[more], count[more] = _edge(laws[more], top_p, 16 * most)
+    return least, count
+
+
+def _first(laws: Tensor, keep: Tensor, least: Tensor, count: Tensor) -> Tensor:
+    """keep [N, V] without the last of those as likely as `least` [N], so that count [N] are left."""
+    equal = laws == least[:, None]
+    room = count - (keep.sum(-1) - equal.sum(-1))
+    return keep & ~(equal & (equal.cumsum(-1) > room[:, None]))
 
 
 def one_hot(tokens: Tensor, size: int) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import chi_square_p
 
-from deepspec import ConfigError, Sampling
+from deepspec import ConfigError, Sampling, sampling
 from deepspec.sampling import ACCEPT, ANCHOR, DRAFT, TARGET, draw, slot_streams, uniforms
 
 STREAMS = (DRAFT, ACCEPT, TARGET, ANCHOR, *slot_streams(DRAFT, 2)[1:].tolist(), *slot_streams(ACCEPT, 2)[1:].tolist())
@@ -53,6 +53,33 @@ def test_filters_equal_their_definition(top_k, top_p, min_p):
         torch.testing.assert_close(probs.double(), want, atol=1e-6, rtol=1e-5)
         assert ((probs == 0) == (want == 0)).all()  # support to the token
         assert (probs.sum(-1) - 1).abs().max() < 1e-5
+
+
+def whole_sort(probs, top_p):
+    """The nucleus by sorting everything: [..., V] bool."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.double().cumsum(-1)
+    before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, before < top_p)
+
+
+@pytest.mark.parametrize("most", [1, 2, 16, 4096])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.95, 1 - 1e-9])
+def test_the_nucleus_is_that_of_a_whole_sort(top_p, most, monkeypatch):
+    """To the token, however few of the likeliest are looked at first: peaked and flat laws beside each other, ties of
+    all kinds (logits in bfloat16, whole rows of equals, pairs), in any shape, zeros among them."""
+    monkeypatch.setattr(sampling, "NUCLEUS", most)
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 8, 1000, generator=g) * torch.tensor([0.0, 0.1, 1, 2, 3, 5, 10, 40])[:, None]
+    logits[1] = logits[1].bfloat16().float()
+    logits[2] = logits[2].round()
+    logits[2, :, torch.randperm(1000, generator=g)[:300]] = -torch.inf
+    probs = logits.softmax(-1)
+    keep, want = sampling.nucleus(probs, top_p), whole_sort(probs, top_p)
+    assert keep.shape == want.shape and torch.equal(keep, want)
+    assert len(want.sum(-1).unique()) > 5 or top_p < 0.1
+    assert torch.equal(sampling.nucleus(probs[0, 3], top_p), want[0, 3])
+    assert torch.equal(sampling.nucleus(probs[:0], top_p), want[:0])
 
 
 def test_ties_with_the_kth_stay():
