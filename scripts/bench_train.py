@@ -26,6 +26,7 @@ import deepspec
 from deepspec.checked import InputError
 from deepspec.config import load_config
 from deepspec.provenance import provenance
+from deepspec.train.allocator import keep_freed_memory
 from deepspec.train.distributed import World
 from deepspec.train.objective import _Slots
 from deepspec.train.setup import build_drafter, prepare
@@ -116,6 +117,8 @@ class Bench:
     def __init__(self, config: deepspec.Config) -> None:
         world = World.join(config.train.device)
         self.config, self.device = config, world.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.parts = prepare(config, world.device)
         self.loader, self.batches = self.parts.data.loader(), self.parts.data.batches(self.parts.target)
         self.stepper = Stepper(config, world, self.parts.drafter, self.loader, self.batches, 1 << 30, lambda: False)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..config import LossConfig
 from ..modeling.vocab import Vocab
 
-_BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+_BLOCK_BYTES = {"cpu": 400 << 10, "cuda": 64 << 20}
 """Of one float32 tensor [C, V] of a block."""
 
 Span = tuple[int, int, int, int]
@@ -71,40 +71,60 @@ class Divergence(torch.autograd.Function):
 def block_terms(
     logits: Tensor, p: Tensor, which: Tensor, label: Tensor, known: Tensor | None, share: Tensor | None,
     weights: tuple[float, float, float], grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logits [C, Vd], teacher p [P, Vd] in float32, which [C] row of p, label [C] and where it is `known` [C],
-    target's mass on what can be drafted `share` [C], (ce, kl, tv) -> ce, kl, L1 [C]; gradient by the logits [C, Vd], in
-    the dtype of the logits. Everything between is in p's dtype.
+    target's mass on what can be drafted `share` [C], (ce, kl, tv) -> ce, kl, L1, scale, each [C]. The logits are
+    overwritten: with `grad`, scale times what they then hold is their gradient. All between is in p's dtype.
 
-    d ce = q - onehot; d kl = share q - p; d L1 = q (s - <q, s>) with s = sign(q - p). The weight of the slot is left
-    out: it scales a row, so it can be applied to what comes of it.
+    d ce = q - onehot; d kl = share q - p; d L1 = q (s - <q, s>) with s = sign(q - p). Passes over [C, Vd] are what
+    this costs: so q stays e = Z q, gradients are divided by one of the weights, and `scale` makes up for both.
     """
     ce_weight, kl_weight, tv_weight = weights
-    log_q = logits.log_softmax(-1, dtype=p.dtype)
-    ce = -log_q.gather(-1, label[:, None])[:, 0]
+    unit = tv_weight or ce_weight or kl_weight
+    x, at = logits.to(p.dtype), label[:, None]
+    x = x.sub_(x.amax(-1, keepdim=True))
+    ce = -x.gather(-1, at)[:, 0]
     d = p.index_select(0, which)
-    kl = -(d * log_q).sum(-1) if kl_weight else torch.zeros_like(ce)
-    q = log_q.exp_()
-    d.neg_().add_(q)  # q - p
+    kl = -(d * x).sum(-1) if kl_weight else torch.zeros_like(ce)
+    e = x.exp_()
+    z = e.sum(-1, keepdim=True)
+    d = torch.addcmul(e, d, -z, out=d)  # Z (q - p)
     l1 = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
-    pull = torch.full_like(ce, ce_weight) if known is None else ce_weight * known
-    pull = pull + (kl_weight * (share - 1) if share is not None else 0.0)
+    if grad:
+        # the gradient's factor of e, but for tv's sign
+        pull = torch.full_like(ce, ce_weight) if known is None else ce_weight * known
+        push = pull * -z[:, 0] / unit
+        pull = pull if share is None else pull + kl_weight * (share - 1)
+        if tv_weight:
+            signed = d.sign().mul_(e)
+            pull = pull[:, None] / unit - signed.sum(-1, keepdim=True) / z
+            g = torch.addcmul(signed, e, pull, out=e)
+        elif known is None and share is None:
+            g = e if ce_weight else d  # of which `unit` is the weight
+        else:
+            g = e.mul_(pull[:, None] / unit)
+        if kl_weight and g is not d:
+            g.add_(d, alpha=kl_weight / unit)  # -p = (q - p) - q; the q is in `pull`
+        g.scatter_add_(-1, at, push[:, None])
+        if g is not logits:
+            logits.copy_(g)
+    z = z[:, 0]
+    log_z = z.log()
+    ce = ce + log_z
+    kl = kl + (log_z if share is None else log_z * share) if kl_weight else kl
+    l1 = l1 / z
     if known is not None:
         ce = ce * known
     if share is not None:
         l1 = l1 + (1 - share).clamp(min=0)
-    if not grad:
-        return ce, kl, l1, None
-    push = ((-ce_weight) * known if known is not None else torch.full_like(ce, -ce_weight))[:, None]
-    if tv_weight:
-        signed = d.sign().mul_(q)
-        pull = pull - tv_weight * signed.sum(-1)
-        g = q.mul_(pull[:, None]).add_(signed, alpha=tv_weight)
-    else:
-        g = q.mul_(pull[:, None])
-    if kl_weight:
-        g.add_(d, alpha=kl_weight)  # -p = (q - p) - q; the q is in `pull`
-    return ce, kl, l1, g.scatter_add_(-1, label[:, None], push).to(logits.dtype)
+    return ce, kl, l1, unit / z
+
+
+def law(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """softmax(logits) [P, V] in `dtype`; may overwrite the logits. Apart, its steps take half of softmax's time."""
+    e = logits.to(dtype)
+    e = e.sub_(e.amax(-1, keepdim=True)).exp_()
+    return e.mul_(1 / e.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -129,8 +149,9 @@ class _Work:
         if cap is None and self.w2.numel():
             logits.addmm_(r, self.w2.T)
         p0, s0 = blocks[0][0], blocks[0][2]
+        scale = torch.empty_like(weight)
         for pa, pb, sa, sb in blocks:
-            p, mass = self.vocab.keep(seen[pa - p0 : pb - p0].softmax(-1, dtype=self.exact))
+            p, mass = self.vocab.keep(law(seen[pa - p0 : pb - p0], self.exact))
             cut, here = slice(sa, sb), slice(sa - s0, sb - s0)
             which, label = self.which[cut] - pa, self.label[cut]
             known = None if self.known is None else self.known[cut]
@@ -143,14 +164,14 @@ class _Work:
             share = None if mass is None else mass[which]
             # a size of 1 would be a graph of its own
             terms = self.terms if sb - sa > 1 and pb - pa > 1 else block_terms
-            ce, kl, l1, g = terms(x, p, which, label, known, share, (c.ce, c.kl, c.tv), out.wanted)
-            out.ce[cut], out.kl[cut], out.l1[cut] = ce, kl, l1
-            if g is not None:
-                logits[here].copy_(g)  # their place is free now
-                if tanh is not None:
-                    base[here].copy_(g.mul_(1 - tanh.square_()))
+            out.ce[cut], out.kl[cut], out.l1[cut], scale[here] = terms(
+                x, p, which, label, known, share, (c.ce, c.kl, c.tv), out.wanted
+            )
+            if tanh is not None and out.wanted:
+                logits[here].copy_(x)
+                base[here].copy_(x.mul_(1 - tanh.square_()))
         if out.wanted:
-            out.add(slice(s0, blocks[-1][3]), logits, base, r, self.head, self.w2, weight)
+            out.add(slice(s0, blocks[-1][3]), logits, base, r, self.head, self.w2, weight * scale)
 
 
 @dataclass
@@ -174,7 +195,7 @@ class _Results:
         return _Results(ce, kl, l1, d_h, d_r, d_w2, grad)
 
     def add(self, cut: slice, g: Tensor, g_base: Tensor, r: Tensor, head: Tensor, w2: Tensor, weight: Tensor) -> None:
-        """g [C, Vd]: the gradient by a slot's logits before its weight [C]; g_base: by those before the cap."""
+        """g [C, Vd]: the gradient by a slot's logits, to be scaled by `weight` [C]; g_base: by those before the cap."""
         self.d_h[cut] = (g_base @ head).to(self.d_h.dtype).mul_(weight[:, None])
         if w2.numel():
             self.d_r[cut] = (g @ w2).to(self.d_r.dtype).mul_(weight[:, None])

@@ -15,6 +15,7 @@ from ..checked import ConfigError, InputError, RunError
 from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from . import checkpoint
+from .allocator import keep_freed_memory
 from .distributed import World
 from .report import StepReport
 from .setup import Setup, prepare
@@ -34,6 +35,8 @@ def fit(config: Config, *, resume: str = "auto", stop: Callable[[], bool] = lamb
     wrong. RunError ends a run that cannot go on (memory, numbers that are not finite); its checkpoints stay.
     """
     world = World.join(config.train.device)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     if world.size > 1 and config.train.target_devices == "all":
         raise ConfigError("train.target_devices='all' is for one process: others would spread over the same devices")
     with tentative(config.out):
