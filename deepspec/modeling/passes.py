@@ -62,10 +62,10 @@ class Pass:
             return self._old.attend(q, *self._old.read(self.cache, layer), scale, window)
         seen = torch.empty_like(q.transpose(1, 2))
         new, old = self._new.places, self._old.places
-        own = (x.index_select(2, new) for x in (q, k, v))
-        seen.index_copy_(1, new, self._new.attend(*own, scale, window))
-        past = self._old.read(self.cache, layer)
-        return seen.index_copy_(1, old, self._old.attend(q.index_select(2, old), *past, scale, window))
+        own_q, own_k, own_v = (x.index_select(2, new) for x in (q, k, v))
+        seen.index_copy_(1, new, self._new.attend(own_q, own_k, own_v, scale, window))
+        past_k, past_v = self._old.read(self.cache, layer)
+        return seen.index_copy_(1, old, self._old.attend(q.index_select(2, old), past_k, past_v, scale, window))
 
 
 class _Group:
