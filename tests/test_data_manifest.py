@@ -41,9 +41,9 @@ def test_a_line_for_every_file(tmp_path):
         list(doubts([bare], MADE))
 
 
-def drafter(folder, **settings):
+def drafter(folder, files=("a.jsonl",), **settings):
     folder.mkdir()
-    data = {"manifests": {"a.jsonl": {"settings": settings} if settings else None}}
+    data = {"manifests": {file: {"settings": settings} if settings else None for file in files}}
     (folder / "config.json").write_text(json.dumps({"deepspec": {"data": data}}))
     (folder / "model.safetensors").touch()
     return str(folder)
@@ -63,3 +63,15 @@ def test_a_drafter_is_measured_as_it_was_trained(tmp_path):
     lines = list(eval_doubts({"same": drafters["same"]}, ignores, {**used, "target": "U", "dtype": "float32"}))
     assert len(lines) == 1 and all(word in lines[0] for word in ('target was "T"', "dtype", "chat template"))
     assert not list(eval_doubts(drafters, None, used))
+
+
+def test_what_is_amiss_with_several_drafters_is_said_once(tmp_path):
+    """One line for all drafters and files that differ in the same way, another for those that differ otherwise."""
+    drafters = {"x": drafter(tmp_path / "x", ("a.jsonl", "b.jsonl"), **MADE), "y": drafter(tmp_path / "y", **MADE)}
+    used = {"target": "T", "target_revision": MADE["target_revision"], "dtype": "float32", "thinking": "off"}
+    (line,) = eval_doubts(drafters, None, used)
+    assert line.startswith("drafters x, y were trained on answers made otherwise (a.jsonl, b.jsonl): dtype was ")
+    drafters["z"] = drafter(tmp_path / "z", ("c.jsonl",), **{**MADE, "target": "U"})
+    assert [x.split(":")[0] for x in eval_doubts(drafters, None, used)][1:] == [
+        "drafter z was trained on answers made otherwise (c.jsonl)"
+    ]

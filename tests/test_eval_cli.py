@@ -57,7 +57,7 @@ class FakeTarget:
     def open(self, rows, max_length):
         scores = torch.zeros(1, 1, 100)
         scores[..., 5] = 0.25
-        return SimpleNamespace(score=lambda tokens, last_only: SimpleNamespace(logits=scores))
+        return SimpleNamespace(score=lambda tokens, last: SimpleNamespace(logits=scores))
 
 
 class World:

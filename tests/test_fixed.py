@@ -60,7 +60,7 @@ def test_a_fixed_pass_writes_behind_the_end_only():
     sessions = [t.open(3, 20, LAYERS) for t in (plain, fixed)]
     prompts = torch.randint(0, V, (3, 9), generator=g)
     for s in sessions:
-        s.score(prompts, [9, 4, 1], last_only=True)
+        s.score(prompts, [9, 4, 1], last=1)
     for counts in ([4, 0, 2], [1, 3, 4], [4, 4, 0], [2, 0, 1], [0, 4, 4], [0, 4, 4]):
         tokens = torch.randint(0, V, (3, 4), generator=g)
         want, got = (s.score(tokens, counts) for s in sessions)

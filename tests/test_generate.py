@@ -503,7 +503,8 @@ def test_one_state_serves_all_requests():
 
 
 def test_the_clock_sees_every_part():
-    """clock.part is entered for 'prefill', 'draft' and 'verify', never twice at once; plain decoding drafts nothing."""
+    """clock.part is entered for 'prefill', 'draft' and 'verify', never twice at once; where prompts alone are read,
+    what target and drafter do is prefill."""
     tgt = target()
 
     class Clock:
@@ -521,9 +522,38 @@ def test_the_clock_sees_every_part():
     clock = Clock()
     out = generate(tgt, make_drafter("vanilla", tgt), PROMPTS[:1], max_new_tokens=10, clock=clock)
     rounds = len(out[0].rounds)
-    assert clock.seen.count("verify") == rounds and clock.seen.count("prefill") == 1
+    assert clock.seen.count("verify") == rounds and clock.seen[:2] == ["prefill"] * 2
     assert rounds <= clock.seen.count("draft") <= 2 * rounds and clock.inside == 0
-    assert clock.seen[0] == "prefill"
+    assert clock.seen.count("prefill") == 2
+
+
+def test_prompts_join_the_pass_of_those_who_are_on(monkeypatch):
+    """Refilled rows cost no pass of their own: 12 requests in 3 rows, as many passes as the busiest row has tokens, the
+    prefill of the first three among them; the same with a drafter that is always wrong. With passes of one shape a
+    prompt has its own."""
+    tgt, passes = target(), []
+    score = type(tgt.open(1, 8)).score
+
+    def counted(session, tokens, counts, **rest):
+        passes.append([n for n in counts if n])
+        return score(session, tokens, counts, **rest)
+
+    monkeypatch.setattr(type(tgt.open(1, 8)), "score", counted)
+    prompts = [p for _ in range(2) for p in PROMPTS]
+    budgets = [4, 2, 3, 1, 5, 3, 2, 4, 3, 3, 2, 4]
+    ends = [0, 0, 0]  # the pass after which each row is free
+    for n in budgets:
+        row = ends.index(min(ends))
+        ends[row] += n
+    wrong = Planned(tgt, [t[: len(p) + 8] for p, t in zip(PROMPTS, texts(tgt))], G, right=lambda n, g: False)
+    for drafter in (None, wrong):
+        passes.clear()
+        out = generate(tgt, drafter, prompts, max_new_tokens=budgets, concurrency=3)
+        assert [g.tokens for g in out] == [
+            t[len(p) :][:n] for p, t, n in zip(prompts, [*texts(tgt), *texts(tgt)], budgets)
+        ]
+        assert len(passes) == max(ends) and max(map(len, passes)) == 3
+        assert sum(map(sum, passes)) == sum(map(len, prompts)) + (sum(budgets) - 12) * (1 if drafter is None else G + 1)
 
 
 def test_requests_are_yielded_as_they_finish():

@@ -58,14 +58,19 @@ def test_a_round_lasts_from_the_last_one_to_its_end_prefill_apart(monkeypatch):
 def test_a_probe_verifies_what_was_planned():
     """As evenly as can be over active rows, nothing beyond a row's room, no draft in a round that is off."""
     active, room = torch.tensor([True, False, True, True]), torch.full((4,), 9)
-    probe = Probe([7, OFF, 0])
+    probe = Probe([7, OFF, 0], 3)
     assert probe.wants(active).tolist() == active.tolist()
     assert probe(torch.ones(4, 5), active, room).tolist() == [3, 0, 2, 2]
     assert not probe.wants(active).any()
     assert probe.wants(active).any() and probe(torch.ones(4, 5), active, room).tolist() == [0] * 4
-    probe = Probe([9])
+    probe = Probe([9], 3)
     probe.wants(active)
     assert probe(torch.ones(4, 5), active, torch.tensor([1, 9, 9, 9])).tolist() == [1, 0, 3, 3]
+    probe = Probe([5, OFF], 4)  # while a prompt is read the plan waits
+    assert probe.wants(active).tolist() == active.tolist() and probe(torch.ones(4, 5), active, room).tolist() == [0] * 4
+    everyone = torch.ones(4, dtype=torch.bool)
+    assert probe.wants(everyone).all() and probe(torch.ones(4, 5), everyone, room).tolist() == [2, 1, 1, 1]
+    assert not probe.wants(everyone).any()
 
 
 def test_the_fit_recovers_an_additive_cost():
@@ -135,7 +140,7 @@ def test_what_is_served_is_counted():
     prompts = [[3, 1, 4], [1, 5]]
     known = [p + g.tokens for p, g in zip(prompts, deepspec.generate(tgt, None, prompts, max_new_tokens=80))]
     oracle = Planned(tgt, known, G)
-    contenders = {"none": (None, None), "all": (oracle, verify_all()), "some": (oracle, Probe([2]))}
+    contenders = {"none": (None, None), "all": (oracle, verify_all()), "some": (oracle, Probe([2], 2))}
     done = serve(tgt, contenders, prompts, 2, rounds=10, warmup=2, sampling=Sampling())
     full, plain, some = done["all"], done["none"], done["some"]
     assert list(done) == list(contenders) and full.rounds == plain.rounds == some.rounds == 10
@@ -167,7 +172,7 @@ def test_contenders_take_turns():
             raise ZeroDivisionError
 
     tgt = target()
-    contenders = {"none": (None, None), "broken": (make_drafter("vanilla", tgt), Broken([1]))}
+    contenders = {"none": (None, None), "broken": (make_drafter("vanilla", tgt), Broken([1], 2))}
     with pytest.raises(ZeroDivisionError):
         serve(tgt, contenders, [[1]], 2, rounds=3, sampling=Sampling())
 

@@ -114,13 +114,37 @@ def test_chunked_prefill_equals_one_piece(family, monkeypatch):
 
 
 @families
-def test_last_only_is_the_last_of_all(family):
-    """last_only gives [B, 1, V]: the logits at each row's last new token; features and hidden stay whole."""
-    rows = [text(6, 1), text(2, 2)]
-    whole = target(family).open(2, 16, LAYERS).score(padded(rows), [6, 2])
-    last = target(family).open(2, 16, LAYERS).score(padded(rows), [6, 2], last_only=True)
-    torch.testing.assert_close(last.logits[:, 0], whole.logits[torch.arange(2), torch.tensor([5, 1])])
-    torch.testing.assert_close(last.features, whole.features)
+def test_logits_of_the_last_tokens(family):
+    """`last` gives the logits at each row's last so many new tokens, from place 0 on; all else stays whole."""
+    rows, counts = [text(6, 1), text(2, 2), text(5, 3)], [6, 2, 5]
+    whole = target(family).open(3, 16, LAYERS).score(padded(rows), counts)
+    for last, tail in ((1, [1, 1, 1]), (3, [3, 2, 3]), ([2, 0, 5], [2, 0, 5])):
+        some = target(family).open(3, 16, LAYERS).score(padded(rows), counts, last=last)
+        assert some.logits.shape[1] == (last if isinstance(last, int) else max(last))
+        for b, n in enumerate(tail):
+            torch.testing.assert_close(some.logits[b, :n], whole.logits[b, counts[b] - n : counts[b]])
+        torch.testing.assert_close(some.features, whole.features)
+
+
+@families
+def test_rows_that_go_on_and_rows_that_begin_in_one_pass(family):
+    """Nine rows of which some have a past, some begin and some take no part, near each other and far apart: what each
+    gets is what it gets alone."""
+    longest = 24
+    session = target(family).open(9, longest, LAYERS)
+    history: list[list[int]] = [[] for _ in range(9)]
+    for step, counts in enumerate(
+        ([5, 0, 2, 0, 0, 0, 0, 0, 9], [1, 0, 0, 0, 7, 0, 0, 0, 1], [1, 3, 1, 0, 1, 0, 0, 6, 4],
+         [0, 1, 0, 0, 0, 0, 0, 1, 0], [1, 1, 1, 11, 1, 0, 0, 1, 1], [0, 0, 0, 0, 2, 0, 2, 0, 0])
+    ):  # fmt: skip
+        new = [text(n, 10 * step + b) for b, n in enumerate(counts)]
+        scored = session.score(padded(new), counts)
+        for b, n in enumerate(counts):
+            if n:
+                history[b] += new[b]
+                alone = target(family).open(1, longest, LAYERS).score(torch.tensor([history[b]]))
+                for name in ("logits", "features", "hidden"):
+                    torch.testing.assert_close(getattr(scored, name)[b, :n], getattr(alone, name)[0, -n:], **CLOSE)
 
 
 @families
@@ -386,7 +410,7 @@ def test_a_pass_over_nothing():
     session.score(torch.tensor([[1, 2], [3, 4]]), [2, 1])
     none = torch.zeros(2, 0, dtype=torch.long)
     D = tgt.spec.dim
-    for last_only in (False, True):
-        scored = session.score(none, last_only=last_only)
-        assert scored.logits.shape == (2, int(last_only), V) and scored.hidden.shape == (2, 0, D)
+    for last in (None, 1, [0, 0]):
+        scored = session.score(none, last=last)
+        assert scored.logits.shape == (2, int(last == 1), V) and scored.hidden.shape == (2, 0, D)
         assert scored.features.shape == (2, 0, len(LAYERS) * D) and session.lengths == [2, 1]

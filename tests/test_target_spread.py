@@ -10,7 +10,8 @@ from helpers import LAYERS, hf_model, write_run
 import deepspec
 from deepspec import InputError, fit, load_config
 from deepspec.modeling.cache import KVCache, Ragged
-from deepspec.modeling.target import Target, _Pass
+from deepspec.modeling.passes import Pass
+from deepspec.modeling.target import Target
 
 CPU = torch.device("cpu")
 TOKENS, COUNTS = torch.arange(24).view(2, 12), [12, 7]
@@ -56,12 +57,12 @@ def test_a_spread_target_is_the_target(family, how):
 
 def test_a_pass_follows_its_layer():
     """Asked for on its own device a pass is itself; elsewhere it is one other pass with the same places."""
-    view = _Pass(Ragged([3, 0, 2], CPU), [4, 1, 0], KVCache(3, 8))
+    view = Pass(Ragged([3, 0, 2], CPU), [4, 1, 0], KVCache(3, 8))
     assert view.to("cpu") is view and view.to(CPU, non_blocking=True) is view
     other = view.to("meta")
     assert other is view.to(torch.device("meta")) and other is not view
     assert other.positions.is_meta and other.positions.shape == view.positions.shape
-    assert other.longest == view.longest and other.cache is view.cache
+    assert other.ragged.counts == view.ragged.counts and other.cache is view.cache
 
 
 def test_several_processes_do_not_spread(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Load:
-    """What a server did under R users. Prefill is left out: it is the same whatever is verified."""
+    """What a server did under R users, in rounds without prompts: reading them is the same whatever is verified."""
 
     users: int
     tokens: int
@@ -68,8 +68,8 @@ def serve(
     seed: int = 0,
     clock: Time = "wall",
 ) -> dict[str, Load]:
-    """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted. Users take
-    the prompts in turn.
+    """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted, nor those
+    in which a prompt is read. Users take the prompts in turn.
 
     Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
     """
@@ -97,7 +97,7 @@ def serve(
             turns.give(me)
             turns.take(me)
 
-        logs.append(RoundLog(target.device, lambda log: len(log.rounds) >= warmup + rounds, clock, between))
+        logs.append(RoundLog(target.device, lambda log: len(log.full(users)) >= warmup + rounds, clock, between))
         threads.append(threading.Thread(target=run, args=(me, logs[-1], drafter, schedule), daemon=True))
     for thread in threads:
         thread.start()
@@ -105,11 +105,10 @@ def serve(
         thread.join()
     if failures:
         raise failures[0]
-    return {name: _load(users, log.rounds[warmup:]) for name, log in zip(contenders, logs)}
+    return {name: _load(users, log.full(users)[warmup:]) for name, log in zip(contenders, logs)}
 
 
-def _load(users: int, rounds: Sequence[Round]) -> Load:
-    full = [r for r in rounds if r.requests == users]
+def _load(users: int, full: Sequence[Round]) -> Load:
     return Load(
         users,
         sum(r.committed for r in full),

@@ -235,7 +235,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 def top_margin(target: Target, tokens: Sequence[int]) -> float:
     """How far apart the target's two best logits after `tokens` are: near 0 a difference is a tie, else it is a bug."""
-    scored = target.open(1, len(tokens)).score(torch.tensor([list(tokens)], device=target.device), last_only=True)
+    scored = target.open(1, len(tokens)).score(torch.tensor([list(tokens)], device=target.device), last=1)
     best, second = scored.logits[0, 0].float().topk(2).values.tolist()
     return float(best - second)
 

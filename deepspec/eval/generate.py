@@ -51,9 +51,10 @@ def stream(
     with seeds[i], and writes max_new_tokens, or max_new_tokens[i], at most. `concurrency` requests are in flight at
     once (None: 16). `verify` is the rule of verification: token by token, or the block as a whole. With `draft` greedy
     the drafter proposes its likeliest tokens (as a law: one-hot) whatever the temperature; both are exact. `record`
-    keeps the confidences. `clock.part(name)` is a context manager that times 'prefill', 'draft' and 'verify'.
+    keeps the confidences. `clock.part(name)` is a context manager that times 'prefill', 'draft' and 'verify'; a prompt
+    that joins other requests is read in the pass that verifies their drafts, and prefill is what reads prompts alone.
     `on_round` is called after each round with the drafts verified and the tokens committed of each row (none: the row
-    is idle); what it raises ends the run. InputError for prompts the target cannot take.
+    is idle, or its prompt was read); what it raises ends the run. InputError for prompts the target cannot take.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
     if concurrency is not None and concurrency < 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from .schedule import Choosy, Schedule
 from .verify import Rule, Verdict, agree, verify
 
 OnRound = Callable[[Sequence[int], Sequence[int]], object]
-"""Drafts verified and tokens committed, of each row."""
+"""Drafts verified and tokens committed, of each row; none of a row that is idle or whose prompt is being read."""
 
 
 @dataclass
@@ -118,80 +118,81 @@ class Loop:
         self.state = None if self.drafter is None else self.drafter.new_state(self.rows, self.max_length)
         self.anchors = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         while True:
-            yield from self._admit()
+            new = self._join()
             if not any(self.flight):
                 return
-            yield from self._round()
+            yield from self._round(new)
 
-    def _admit(self) -> Iterator[tuple[int, Generation]]:
-        """Fill free rows with waiting requests: prefill, first token. A request may end right here."""
-        while True:
-            new = []
-            for row in range(self.rows):
-                if self.flight[row] is None and (request := next(self.waiting, None)) is not None:
-                    request.began = time.perf_counter()
-                    self.flight[row] = request
-                    new.append(row)
-            if not new:
-                return
-            counts = [len(r.prompt) if r is not None and row in new else 0 for row, r in enumerate(self.flight)]
-            width = max(counts)
-            flat = [[*r.prompt, *[0] * (width - n)] if n and r else [0] * width for n, r in zip(counts, self.flight)]
-            tokens = on_device([token for row in flat for token in row], self.device).view(self.rows, width)
+    def _join(self) -> list[int]:
+        """Fill free rows with waiting requests; returns those rows."""
+        new = []
+        for row in range(self.rows):
+            if self.flight[row] is None and (request := next(self.waiting, None)) is not None:
+                request.began = time.perf_counter()
+                self.flight[row] = request
+                new.append(row)
+        if new:
             place = torch.arange(self.chance.shape[1], device=self.device)
-            at = on_device(new, self.device)
             seeds = on_device([self._request(row).seed for row in new], self.device)
-            self.chance[at] = uniforms(seeds[:, None, None], place[:, None], self.streams)
-            with self._timed("prefill"):
-                self.session.reset(new)
-                scored = self.session.score(tokens, counts, last_only=True)
-                last = on_device(counts, self.device).sub(1).clamp(min=0)
-                first = self.sampling.token(scored.logits[:, 0], self.chance[self.every, last, 0])
-                self.anchors = torch.where(on_device(counts, self.device) > 0, first, self.anchors)
-                if self.drafter is not None:
-                    self.drafter.reset_rows(self.state, new)
-                    following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, last[:, None], first[:, None])
-                    self.drafter.observe(self.state, scored.features, following, counts)
-            drawn = first.tolist()
-            for row in new:
-                yield from self._commit(row, [drawn[row]], None)
+            drawn = uniforms(seeds[:, None, None], place[:, None], self.streams)
+            self.chance[on_device(new, self.device)] = drawn
+        return new
 
-    def _round(self) -> Iterator[tuple[int, Generation]]:
-        """Draft, verify and commit once for every row in flight."""
+    def _round(self, new: Sequence[int]) -> Iterator[tuple[int, Generation]]:
+        """Draft, verify and commit once for every row in flight. Prompts of `new` rows are in the same pass: their
+        first tokens are drawn from it. (Passes of one shape hold no prompt: there the others wait.)"""
         lengths = self.session.lengths
-        on = [r is not None for r in self.flight]
-        active = torch.tensor(on)
-        chance = self.chance[self.every, on_device(lengths, self.device)]
-        with self._timed("draft"):
-            proposal, admitted = self._draft(active, chance[:, 1 : self.slots + 1])
-        G = proposal.tokens.shape[1]
-        with self._timed("verify"):
-            drafts = admitted.tolist()
-            counts = [n + 1 if here else 0 for n, here in zip(drafts, on)]
-            tokens = torch.cat([self.anchors[:, None], proposal.tokens], 1)
-            tokens = tokens if self.session.fixed else tokens[:, : max(counts)]
-            scored = self.session.score(tokens, counts)
-            verdict = self._verdict(scored.logits, proposal, on_device(drafts, self.device), chance)
-            following = verdict.next_token[:, None]
-            if G:
-                shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-                following = shifted.scatter(1, verdict.accepted[:, None], following)
-            host = torch.cat([verdict.accepted[:, None], following], 1).tolist()  # the round's one read back
-            kept = [row[0] + 1 if here else 0 for row, here in zip(host, on)]
-            self.session.rewind([n + k for n, k in zip(lengths, kept)])
-            self.anchors = torch.where(on_device(on, self.device) > 0, verdict.next_token, self.anchors)
-        if self.drafter is not None:
+        prompts = {row: self._request(row).prompt for row in new}
+        apart = bool(new) and self.session.fixed
+        on = [r is not None and row not in prompts and not apart for row, r in enumerate(self.flight)]
+        places = [len(prompts[row]) - 1 if row in prompts else n for row, n in enumerate(lengths)]
+        chance = self.chance[self.every, on_device(places, self.device)]
+        proposal, admitted = self.nothing, [0] * self.rows
+        if any(on):
             with self._timed("draft"):
+                proposal, admitted = self._draft(torch.tensor(on), chance[:, 1 : self.slots + 1])
+        counts = [n + 1 if here else len(prompts.get(row, ())) for row, (n, here) in enumerate(zip(admitted, on))]
+        with self._timed("verify" if any(on) else "prefill"):
+            tokens = self._tokens(proposal.tokens, prompts, max(counts))
+            last = [1 if row in prompts else n for row, n in enumerate(counts)] if new else None
+            scored = self.session.score(tokens, counts, last=last)
+            verdict = self._verdict(scored.logits, proposal, on_device(admitted, self.device), chance)
+            next_token = verdict.next_token[:, None]
+            # the round's one read back
+            host = torch.cat([verdict.accepted[:, None], next_token, proposal.tokens], 1).tolist()
+            kept = [row[0] + 1 if here else n for row, here, n in zip(host, on, counts)]
+            self.session.rewind([n + k for n, k in zip(lengths, kept)])
+            self.anchors = torch.where(on_device(kept, self.device) > 0, verdict.next_token, self.anchors)
+        if self.drafter is not None:
+            with self._timed("draft" if any(on) else "prefill"):
+                ends = on_device([max(k - 1, 0) for k in kept], self.device)[:, None]
+                following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, next_token)
                 width = max(kept)
                 self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
-        if self.settings.on_round is not None:
-            self.settings.on_round([max(n - 1, 0) for n in counts], kept)
-        confidence = proposal.confidence.tolist() if self.settings.record and G else [[0.0] * self.slots] * self.rows
-        for row in range(self.rows):
+        if self.settings.on_round is not None and any(on):
+            self.settings.on_round(admitted, [k if here else 0 for k, here in zip(kept, on)])
+        drafted = proposal.tokens.shape[1] > 0
+        confidence = (
+            proposal.confidence.tolist() if self.settings.record and drafted else [[0.0] * self.slots] * self.rows
+        )
+        for row, (accepted, own, *drafts) in enumerate(host):
             if on[row]:
                 if self.settings.record:
                     self._request(row).out.confidence.append(confidence[row])
-                yield from self._commit(row, host[row][1 : kept[row] + 1], (counts[row] - 1, kept[row] - 1))
+                yield from self._commit(row, [*drafts[:accepted], own], (admitted[row], accepted))
+            elif row in prompts:
+                yield from self._commit(row, [own], None)
+
+    def _tokens(self, drafts: Tensor, prompts: Mapping[int, Sequence[int]], width: int) -> Tensor:
+        """What the pass reads [B, width]: anchors and drafts [B, G], or a row's prompt."""
+        tokens = torch.cat([self.anchors[:, None], drafts], 1)
+        if not prompts:
+            return tokens if self.session.fixed else tokens[:, :width]
+        grid = tokens.new_zeros(self.rows, width)
+        grid[:, : tokens.shape[1]] = tokens[:, :width]
+        flat = [token for p in prompts.values() for token in (*p, *[0] * (width - len(p)))]
+        grid[on_device(list(prompts), self.device)] = on_device(flat, self.device).view(-1, width)
+        return grid
 
     def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, chance: Tensor) -> Verdict:
         """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], the anchors' chance."""
@@ -200,15 +201,15 @@ class Loop:
         coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
         return verify(self.sampling.probs(logits), proposal, lengths, coins, self.settings.rule)
 
-    def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, Tensor]:
+    def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, list[int]]:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
         wanted = active if self.choosy is None else self.choosy.wants(active) & active
         rows = wanted.nonzero()[:, 0].tolist()
         if self.drafter is None or not rows:
-            return self.nothing, torch.zeros(self.rows, dtype=torch.long)
+            return self.nothing, [0] * self.rows
         proposal = self.drafter.propose(self.state, self.settings.drafting, chance, rows)
         room = torch.tensor([self.max_length - n - 1 if w else 0 for n, w in zip(self.session.lengths, wanted)])
-        return proposal, self.settings.schedule(proposal.confidence, active, room)
+        return proposal, self.settings.schedule(proposal.confidence, active, room).tolist()
 
     def _commit(self, row: int, new: list[int], record: tuple[int, int] | None) -> Iterator[tuple[int, Generation]]:
         """Take over new tokens up to a stop id or the budget; yield and free the row when the request is done."""

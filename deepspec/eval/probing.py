@@ -46,23 +46,24 @@ class Measured:
 
 
 class Probe:
-    """A schedule that verifies as many drafts as planned, spread over the rows as evenly as can be."""
+    """A schedule that verifies as many drafts as planned, spread over the rows as evenly as can be. Rounds of fewer
+    than `requests` are none of the plan's: they draft, and verify nothing."""
 
     name = "probe"
 
-    def __init__(self, plan: Sequence[int]) -> None:
-        self.plan, self.round = plan, -1
+    def __init__(self, plan: Sequence[int], requests: int) -> None:
+        self.plan, self.requests, self.round, self._now = plan, requests, -1, 0
 
     def wants(self, active: Tensor) -> Tensor:
-        self.round += 1
-        return active & (self._drafts() != OFF)
+        self._now = 0
+        if int(active.sum()) == self.requests:
+            self.round += 1
+            self._now = self.plan[min(self.round, len(self.plan) - 1)]
+        return active & (self._now != OFF)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
-        each, more = divmod(self._drafts(), int(active.sum()))
+        each, more = divmod(self._now, int(active.sum()))
         return torch.minimum(each + (active.cumsum(0) <= more).long(), room) * active
-
-    def _drafts(self) -> int:
-        return self.plan[min(self.round, len(self.plan) - 1)]
 
 
 def measure(
@@ -79,28 +80,35 @@ def measure(
     tick: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G and with drafting off, each
-    `repeats` times in a random order, after a warm-up. `tick` is called once a round. Prompts are taken in turn."""
+    `repeats` times in a random order, after a warm-up. `tick` is called once a round. Prompts are taken in
+    turn, and rounds that read one are left out."""
     slots = drafter.num_slots
     kinds = [OFF, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
     plan = [*[kinds[-1]] * WARMUP, *np.random.default_rng(seed).permutation(kinds * repeats).tolist()]
 
     def rounds(drafter: Drafter | None, schedule: Any, number: int) -> list[float]:
+        ticked = 0
+
         def enough(log: RoundLog) -> bool:
-            tick()
-            return len(log.rounds) >= number
+            nonlocal ticked
+            done = len(log.full(requests))
+            if done > ticked:
+                ticked = done
+                tick()
+            return done >= number
 
         log = RoundLog(target.device, enough, clock)
-        endless = [prompts[i % len(prompts)] for i in range(requests * (2 + number * (slots + 1) // BUDGET))]
+        endless = [prompts[i % len(prompts)] for i in range(requests * (4 + 4 * number * (slots + 1) // BUDGET))]
         with contextlib.suppress(Enough):
             for _ in stream(
                 target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
                 concurrency=requests, clock=log, on_round=log,
             ):  # fmt: skip
                 pass
-        return [r.seconds for r in log.rounds]
+        return [r.seconds for r in log.full(requests)]
 
     seconds = defaultdict(list)
-    for kind, spent in list(zip(plan, rounds(drafter, Probe(plan), len(plan))))[WARMUP:]:
+    for kind, spent in list(zip(plan, rounds(drafter, Probe(plan, requests), len(plan))))[WARMUP:]:
         seconds[kind].append(spent)
     plain = rounds(None, None, WARMUP + repeats)[WARMUP:]
     medians = {kind: float(np.median(spent)) for kind, spent in seconds.items()}

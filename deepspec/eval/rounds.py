@@ -16,9 +16,9 @@ BUDGET = 64
 @dataclass(frozen=True)
 class Round:
     seconds: float
-    """Since the round before, prefill apart."""
+    """Since the round before, but for passes over prompts alone."""
     requests: int
-    """Rows that were active."""
+    """Rows that were active. Where prompts joined the round's pass it is fewer than there are users."""
     verified: int
     """Drafts verified, over all rows."""
     committed: int
@@ -46,7 +46,7 @@ class RoundLog:
         process on the machine. `between` is called after every round, and belongs to none."""
         self.rounds: list[Round] = []
         self.prefill = 0.0
-        """Seconds of prefill so far."""
+        """Seconds of passes over prompts alone, so far."""
         self._device, self._enough, self._clock, self._between = device, enough, clock, between
         self._mark = self._now()
 
@@ -61,6 +61,10 @@ class RoundLog:
         spent = self._now() - began
         self.prefill += spent
         self._mark += spent
+
+    def full(self, requests: int) -> list[Round]:
+        """The rounds of all `requests`, in which no prompt was read."""
+        return [r for r in self.rounds if r.requests == requests]
 
     def __call__(self, verified: Sequence[int], kept: Sequence[int]) -> None:
         """A round is over. verified, kept [B]: drafts verified, tokens committed of each row; kept 0: it was idle."""

@@ -20,8 +20,8 @@ class Schedule(Protocol):
     name: str
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
-        """confidence [B, G] in (0, 1] (0 for a row without a draft), active [B] bool, room [B]: the most a row can hold
-        -> lengths [B] long, 0 for inactive rows."""
+        """confidence [B, G] in (0, 1] (0 for a row without a draft), active [B] bool (not a row that is idle or whose
+        prompt is read in this pass), room [B]: the most a row can hold -> lengths [B] long, 0 for inactive rows."""
         ...
 
 

@@ -35,9 +35,11 @@ class KVCache:
         for stored, new in zip(self._layers[layer], (keys, values)):
             stored.index_copy_(0, where, new)
 
-    def read(self, layer: int, length: int, rows: Tensor | None = None, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions `first` to `length` of `rows` (None: all, as a view), each
-        [B, K, length - first, H]."""
+    def read(
+        self, layer: int, length: int, rows: Tensor | slice | None = None, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `first` to `length` of `rows` (None: all; as a view, unless a tensor names
+        them), each [B, K, length - first, H]."""
         found = []
         for stored in self._layers[layer]:
             grid = stored.view(self.rows, self.capacity, *stored.shape[1:])[:, first:length]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ..checked import InputError
-from .attention import attend
 from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
 from .fixed import PLACES, FixedDecoder, capacity
 from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
 from .packed import pack
+from .passes import Pass
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -37,7 +37,7 @@ class Scored:
     """What the target thinks of new tokens."""
 
     logits: Tensor
-    """[B, S, V] (or [B, 1, V] at each row's last new token, with last_only)."""
+    """[B, S, V], or of each row's last new tokens alone."""
     features: Tensor
     """[B, S, L * D] outputs of the tapped layers, ascending; [B, S, 0] where none is tapped."""
     hidden: Tensor
@@ -119,7 +119,7 @@ class Target:
         """`features` of sequences that follow each other without padding: tokens [N], counts[b] of each -> features
         [N, L * D] and hidden [N, D]."""
         self._check_layers(target_layer_ids)
-        view = _Pass(Ragged(list(counts), tokens.device), [0] * len(counts), None)
+        view = Pass(Ragged(list(counts), tokens.device), [0] * len(counts), None)
         return self._run(view, tokens, tuple(target_layer_ids))
 
     def weights(self) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -138,7 +138,7 @@ class Target:
                 f"target_layer_ids {tuple(ids)} must be strictly increasing and within 0 to {self.num_layers - 1}"
             )
 
-    def _run(self, view: _Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _run(self, view: Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Packed tokens [N] -> features [N, L * D] (a copy, no view of a live buffer) and hidden [N, D]."""
         with self._taps(layer_ids) as seen:
             output = self._decoder(
@@ -186,11 +186,14 @@ class Session:
         self._cache = KVCache(rows, capacity(max_length) if self.fixed else max_length)
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, counts: Tensor | Sequence[int] | None = None, *, last_only: bool = False) -> Scored:
+    def score(
+        self, tokens: Tensor, counts: Tensor | Sequence[int] | None = None, *, last: int | Sequence[int] | None = None
+    ) -> Scored:
         """Append counts[b] <= S tokens of each row of tokens [B, S] (None: all) and return what the target thinks.
 
-        A row with count 0 takes no part. `last_only` forms logits at each row's last new token only. A long prefill
-        runs in chunks. ValueError where a row would outgrow max_length.
+        A row with count 0 takes no part. `last`: logits at each row's last so many new tokens alone (or at its last
+        last[b] <= counts[b]), from place 0 on: [B, last, V], or [B, max(last), V]. A long prefill runs in chunks.
+        ValueError where a row would outgrow max_length.
         """
         B, S = tokens.shape
         count_list = [S] * B if counts is None else as_list(counts)  # type: ignore[arg-type]
@@ -199,23 +202,26 @@ class Session:
                 raise ValueError(
                     f"row {row} would hold {length + count} tokens; the session was opened for {self.max_length}"
                 )
-        if self.target.fixed is not None and any(self.lengths) and 0 < S <= PLACES and not last_only:
+        if self.target.fixed is not None and any(self.lengths) and 0 < S <= PLACES and last is None:
             start = on_device(self.lengths, tokens.device)
             features, hidden = self.target.fixed(tokens, start, self._cache, self.layer_ids)
             self.lengths = [length + count for length, count in zip(self.lengths, count_list)]
             return Scored(self.target.vocab.logits(hidden), features, hidden)
         ragged = Ragged(count_list, tokens.device)
-        width = max(1, PREFILL_CHUNK // max(1, len(ragged.live)))
-        if width >= S:
+        if ragged.total <= PREFILL_CHUNK:
             features, hidden = self._chunk(tokens, ragged)
         else:
+            width = max(1, PREFILL_CHUNK // len(ragged.live))
             cuts = [(s, [min(max(c - s, 0), width) for c in count_list]) for s in range(0, S, width)]
             parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
-        if last_only:
-            last = on_device(count_list, tokens.device).sub(1).clamp(min=0)
-            newest = hidden[torch.arange(B, device=tokens.device), last] if S else hidden.new_zeros(B, hidden.shape[-1])
-            logits = self.target.vocab.logits(newest)[:, None]
+        if last is not None:
+            tail, width = ([last] * B, last) if isinstance(last, int) else (list(last), max(last, default=0))
+            tail = [min(n, count) for n, count in zip(tail, count_list)]
+            ends = Ragged(tail, tokens.device)
+            skipped = on_device([count - n for n, count in zip(tail, count_list)], tokens.device)
+            newest = hidden[ends.rows, ends.columns + skipped[ends.rows]]
+            logits = ends.unpack(self.target.vocab.logits(newest), width)
         elif ragged.full:
             logits = self.target.vocab.logits(hidden)
         else:
@@ -228,7 +234,7 @@ class Session:
             D, L = self.target.vocab.dim, len(self.layer_ids)
             empty = torch.zeros(*tokens.shape, D * (L + 1), device=tokens.device, dtype=self.target.dtype)
             return empty[..., : L * D], empty[..., L * D :]
-        view = _Pass(ragged, self.lengths, self._cache)
+        view = Pass(ragged, self.lengths, self._cache)
         features, hidden = self.target._run(view, ragged.pack(tokens), self.layer_ids)
         self.lengths = [length + count for length, count in zip(self.lengths, ragged.counts)]
         return ragged.unpack(features, S), ragged.unpack(hidden, S)
@@ -247,86 +253,9 @@ class Session:
             self.lengths[row] = 0
 
 
-class _Pass:
-    """One packed pass: which row and place each of N tokens has, and attention over it."""
-
-    def __init__(self, ragged: Ragged, lengths: Sequence[int], cache: KVCache | None) -> None:
-        self.ragged, self.cache, self._lengths = ragged, cache, list(lengths)
-        self._elsewhere: dict[torch.device, _Pass] = {}
-        live, device = ragged.live, ragged.device
-        starts = [lengths[b] for b in live]
-        self.longest = max((lengths[b] + ragged.counts[b] for b in live), default=0)
-        self.fresh = not any(starts)  # nothing in the cache yet: plain causal attention among the new tokens
-        start = on_device(lengths, device)
-        self.positions = start[ragged.rows] + ragged.columns
-        self.ignored = torch.empty(1, 1, 1, 1, device=device)
-        """A 4-D mask stops transformers from making one; our attention does not read it."""
-        everyone = len(live) == len(ragged.counts)
-        self.alone = on_device(live, device) if not everyone else None
-        self._solo = (live[0], starts[0]) if cache is not None and len(live) == 1 and not self.fresh else None
-        """The row that is alone, and where it starts: its keys are a plain slice."""
-        self.where = None if cache is None or self._solo else ragged.rows * cache.capacity + self.positions
-        # the padded grid of attention holds live rows only
-        self.grid = ragged if everyone else Ragged([ragged.counts[b] for b in live], device)
-        self._starts = start if everyone else start[live]
-        self._apart = device.type == "cpu" and not self.grid.full
-        """Rows of unequal length attend one by one: on a CPU padding costs more than calls."""
-        self._cuts = [(sum(self.grid.counts[:i]), n) for i, n in enumerate(self.grid.counts)]
-        self._one_query = self.grid.width == 1 and len(set(starts)) <= 1
-        self._masks: dict[int | None, Tensor | None] = {}
-
-    def to(self, device: Any, **kwargs: Any) -> _Pass:
-        """The same pass for a layer on another device: accelerate asks for it where a target is spread over several."""
-        place = torch.device(device)
-        if place == self.ragged.device:
-            return self
-        if place not in self._elsewhere:
-            self._elsewhere[place] = _Pass(Ragged(self.ragged.counts, place), self._lengths, self.cache)
-        return self._elsewhere[place]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""
-        if self._solo is not None and self.cache is not None:
-            k, v = self.cache.extend(layer, *self._solo, k, v)
-            return attend(q, k, v, self._mask(window), scale).transpose(1, 2)
-        packed = q, k, v
-        q, k, v = (x[0].transpose(0, 1) for x in packed)
-        grid = self.grid
-        if self.cache is not None and self.where is not None:
-            self.cache.write(layer, self.where, k, v)
-        if self.fresh and self._apart and (window is None or grid.width <= window):
-            seen = []
-            for start, count in self._cuts:
-                own = [x.narrow(2, start, count) for x in packed]
-                seen.append(attend(own[0], own[1], own[2], None, scale, causal=True).transpose(1, 2))
-            return torch.cat(seen, 1)
-        padded = grid.unpack(q).transpose(1, 2)
-        if self.fresh:
-            k, v = (grid.unpack(x).transpose(1, 2) for x in (k, v))
-            if window is None or grid.width <= window:
-                return grid.pack(attend(padded, k, v, None, scale, causal=True).transpose(1, 2))[None]
-        else:
-            assert self.cache is not None
-            k, v = self.cache.read(layer, self.longest, self.alone)
-        return grid.pack(attend(padded, k, v, self._mask(window), scale).transpose(1, 2))[None]
-
-    def _mask(self, window: int | None) -> Tensor | None:
-        """[B, 1, S, length] bool, the same for every layer with this window; None where all is visible."""
-        if window not in self._masks:
-            device = self.ragged.device
-            key = torch.arange(self.longest, device=device)
-            query = (self._starts[:, None] + torch.arange(self.grid.width, device=device))[..., None]
-            mask = key <= query
-            if window is not None:
-                mask = mask & (key > query - window)
-            everything = self._one_query and (window is None or self.longest <= window)
-            self._masks[window] = None if everything else mask[:, None]
-        return self._masks[window]
-
-
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-    scaling: float | None = None, sliding_window: int | None = None, deepspec_pass: _Pass | None = None, **kwargs: Any,
+    scaling: float | None = None, sliding_window: int | None = None, deepspec_pass: Pass | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface. Without a pass of ours (a user calling the model) it is their own SDPA."""
     if deepspec_pass is None:
