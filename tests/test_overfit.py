@@ -34,7 +34,7 @@ def answer(family: str) -> tuple[Target, Batch, list[int]]:
     """A target whose greedy answer hardly repeats itself (a loop is easy for any drafter), the answer, the prompt."""
     tgt, prompt = Target(hf_model(family, seed=SEEDS[family])), [3, 1, 4, 1, 5]
     with torch.no_grad():
-        # sharp: with near ties an argmax is not learned; but at a soft cap all scores are alike, and no gradient is left
+        # sharp: with near ties an argmax is not learned; but at a soft cap all scores are alike, without a gradient
         tgt.vocab.head.mul_(12 if tgt.vocab.softcap is None else 3)
     found = generate(tgt, None, [prompt], max_new_tokens=LENGTH)[0].tokens
     assert len({tuple(found[i : i + 3]) for i in range(LENGTH - 2)}) > 0.85 * (LENGTH - 2)

@@ -150,7 +150,8 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
             "features of a micro-batch": micro * T * (L + 1) * D * size,
             "activations of a micro-batch": micro * run.kept,
             "slot states and their gradients": micro * slots * 2 * (D + run.rank) * 4,
-            "loss, one chunk": config.loss.slots(row) * (row + row * Vd // V),  # logits of target and drafter
+            # the target's logits and the drafter's
+            "loss, one chunk": config.loss.slots(row * Vd // V) * (row + row * Vd // V),
         },
         flops={
             "target forward (live features)": batch * float(forward),
