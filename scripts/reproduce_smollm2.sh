@@ -87,15 +87,12 @@ measure() { # measure NAME OPTIONS...
 }
 measure tau --drafter "${drafters[@]}" --dtype bfloat16 --limit "$test" --max-new-tokens 128 --temperature 0 1 \
     --concurrency 32 --equality 0
-# At batch 1, plain and speculative decoding in turns on the same prompts.
-measure speed --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 9) / 10)) --max-new-tokens 128 \
+# Alone, at batch 1: plain and speculative decoding in turns on the same prompts.
+measure speed --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 14) / 15)) --max-new-tokens 128 \
     --temperature 0 1 --repeats 2 --equality 0
-measure eight --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 2) / 3)) --max-new-tokens 128 \
+measure eight --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 7) / 8)) --max-new-tokens 128 \
     --temperature 0 --concurrency 8 --schedule throughput --equality 0
-measure heads --drafter "${compared[@]}" --dtype bfloat16 --limit $(((test + 2) / 3)) --max-new-tokens 128 \
-    --temperature 0 1 --concurrency 32 --equality 0
 measure equality --drafter "${drafters[@]}" --dtype float32 --limit 34 --max-new-tokens 200 --concurrency 32
-stage "picture: acceptance by slot" $python -m deepspec.eval.studies acceptance --drafter "${drafters[@]}" \
-    --target "$target" --tasks "${held_out[@]}" --dtype bfloat16 --limit "$test" --max-new-tokens 128 --concurrency 32 \
-    --resume --out "$out/acceptance"
+measure heads --drafter "${compared[@]}" --dtype bfloat16 --limit $(((test + 2) / 3)) --max-new-tokens 64 \
+    --concurrency 32 --equality 0
 time_spent
