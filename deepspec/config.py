@@ -32,9 +32,9 @@ class LossConfig(Checked):
     slot_decay: float = 1.0
     reduce: Literal["slot", "document"] = "slot"
     """Average over supervised slots, or first within each document and then over documents."""
-    chunk: int = 64
+    chunk: int | None = None
     """Slots of one product with the vocabulary: their logits are alive at once, in the products' dtype. A product of
-    many slots is faster (on a CPU 512 take half of the time a slot that 64 do)."""
+    many slots is faster (on a CPU 512 take half of the time a slot that 64 do). None: those of 32 MiB, at least 64."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,11 @@ class LossConfig(Checked):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"loss.{name} must be >= 0 and finite, got {value}")
         require(0 < self.slot_decay <= 1, f"loss.slot_decay must be in (0, 1], got {self.slot_decay}")
-        require(self.chunk >= 1, f"loss.chunk must be >= 1, got {self.chunk}")
+        require(self.chunk is None or self.chunk >= 1, f"loss.chunk must be >= 1 or None, got {self.chunk}")
+
+    def slots(self, row: int) -> int:
+        """Most slots of a chunk, where one's logits take `row` bytes."""
+        return max(64, (32 << 20) // row) if self.chunk is None else self.chunk
 
 
 @dataclass(frozen=True, kw_only=True)

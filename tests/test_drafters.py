@@ -10,7 +10,7 @@ import torch
 from helpers import KINDS, LAYERS, MASK, G, V, clone, drafter_config, make_batch, make_drafter, read, target
 
 from deepspec import Batch, Sampling
-from deepspec.modeling import attention
+from deepspec.modeling import attention, two_parts
 from deepspec.modeling.drafter import gather_slots
 
 CLOSE = dict(atol=2e-5, rtol=1e-4)
@@ -170,11 +170,12 @@ def test_positions_default_to_counting_from_zero(kind):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash-masks", "vanilla"])
-@pytest.mark.parametrize("alive", [1 << 26, 1])
-def test_what_a_block_sees(kind, alive, monkeypatch):
+@pytest.mark.parametrize("queries", [128, 1])
+def test_what_a_block_sees(kind, queries, monkeypatch):
     """Perturb each target state and each token in turn: slot states of a block change for features strictly before its
-    anchor in its own document, and for the anchor's own token; for nothing else. Anchors closer than the block."""
-    monkeypatch.setattr(attention, "_SCORES_ALIVE", alive)
+    anchor in its own document, and for the anchor's own token; for nothing else. Anchors closer than the block; all in
+    one slice of the attention, or each in its own."""
+    monkeypatch.setattr(two_parts, "SLICE", queries)
     tgt = target()
     drafter = make_drafter(kind, tgt)
     document = torch.tensor([[0] * 6 + [1] * 7 + [-1], [0] * 12 + [-1] * 2])
@@ -297,22 +298,28 @@ def test_flex_equals_sdpa(family, kind, count):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_sliced_attention_equals_whole(family, monkeypatch):
-    """The SDPA backend in checkpointed slices of anchors: same values and gradients as in one piece, for slices that
-    divide the anchors and for slices that do not."""
+def test_slices_and_what_is_kept_change_nothing(family, monkeypatch):
+    """Attention in one slice of anchors, in slices that do not divide them and one by one, scores kept for backward or
+    made again: the same values and gradients."""
     tgt = target(family)
     batch, anchors = make_batch(tgt), torch.tensor([[0, 2, 3, 5, 8], [1, 4, 6, 7, 9]])
-    calls, real = [], attention.checkpoint
-    monkeypatch.setattr(attention, "checkpoint", lambda *a, **k: calls.append(1) or real(*a, **k))
-    results = []
-    for alive in (1 << 26, 2 * G * 14 * 4, 2 * 2 * G * 14 * 4, 1):
-        monkeypatch.setattr(attention, "_SCORES_ALIVE", alive)
+    made, real = [], two_parts._scores
+    monkeypatch.setattr(two_parts, "_scores", lambda *a: made.append(1) or real(*a))
+    results, counts = [], []
+    for queries, kept in ((1000, 1 << 26), (1000, 1), (3 * G, 1 << 26), (3 * G, 1), (1, 1)):
+        monkeypatch.setattr(two_parts, "SLICE", queries)
+        monkeypatch.setattr(attention, "_SCORES_KEPT", kept)
         drafter = make_drafter("dflash", tgt)
+        made.clear()
         hidden = drafter.hidden(batch, anchors)
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         results.append((hidden.detach(), {n: p.grad for n, p in drafter.named_parameters()}))
-        calls.append(0)
-    assert sum(calls) == 2 * (5 + 3 + 5)  # two layers, slices of 1, 2, 1 anchors
+        counts.append(len(made))
+    group = drafter.spec.heads // drafter.spec.kv_heads
+    slices = [-(-5 // -(-queries // (group * G))) for queries in (1000, 1000, 3 * G, 3 * G, 1)]
+    layers = len(drafter.layers)
+    assert slices[0] == 1 < slices[2] < slices[4] == 5
+    assert counts == [layers * n * (2 if again else 1) for n, again in zip(slices, (0, 1, 0, 1, 1))]
     for hidden, grads in results[1:]:
         torch.testing.assert_close(hidden, results[0][0], **CLOSE)
         for name, grad in grads.items():

@@ -19,7 +19,7 @@ from twins import naive_objective
 import deepspec
 from deepspec import Batch, Eagle3Config, LossConfig, Objective, Sampling, Target, generate
 from deepspec.checked import ConfigError, InputError
-from deepspec.modeling import unrolled as module
+from deepspec.modeling import two_parts
 from deepspec.modeling.eagle3 import Eagle3
 from deepspec.modeling.unrolled import Unrolled
 from deepspec.sampling import uniforms
@@ -190,7 +190,7 @@ def naive(q, k, v, own, rows, document, scale):
 @pytest.mark.parametrize("slices", [1, 4])
 def test_unrolled_attention_is_its_naive_twin(earlier, slices, monkeypatch):
     """Output and every gradient, to 1e-10 in float64; packed rows, unsorted anchors, any number of slices."""
-    monkeypatch.setattr(module, "SLICE", 8 if slices == 1 else 2)
+    monkeypatch.setattr(two_parts, "SLICE", 16 if slices == 1 else 4)
     torch.manual_seed(earlier)
     B, T, A, Q, K, H = 2, 9, 7, 4, 2, 6
     rows = torch.randint(0, T, (B, A))
@@ -198,8 +198,8 @@ def test_unrolled_attention_is_its_naive_twin(earlier, slices, monkeypatch):
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
     q, k, v = make(B, A, Q, H), make(B, T, K, H), make(B, T, K, H)
     own = [(make(B, A, K, H), make(B, A, K, H)) for _ in range(earlier)]
-    view = Unrolled(rows, document, 0.4, Q)
-    assert len(view.slices) == slices
+    view = Unrolled(rows, document, 0.4, (Q, K))
+    assert len(view.parts.slices) == slices
     inputs, weight = [q, k, v, *[x for pair in own for x in pair]], torch.randn(B, A, Q, H, dtype=torch.float64)
     ours, twin = view(q, (k, v), own), naive(q, k, v, own, rows, document, 0.4)
     torch.testing.assert_close(ours, twin, atol=1e-10, rtol=0)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
+
+from .two_parts import TwoParts
 
 Backend = Literal["auto", "flex", "sdpa"]
 
-_SCORES_ALIVE = 1 << 26
-"""Scores the SDPA backend keeps for backward before it recomputes them in slices of anchors (256 MiB in float32)."""
+_SCORES_KEPT = 1 << 26
+"""Most scores that are kept for backward (256 MiB in float32) where they are formed one by one; more are made again."""
 
 
 def sees_context(
@@ -41,16 +42,18 @@ class Anchored:
     anchors: Tensor
     document: Tensor
     slots: int
+    heads: tuple[int, int]
+    """Q and K."""
     backend: Backend = "auto"
     window: int | None = None
 
     def attend(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """q [B, N, Q, H]; context keys and values [B, T, K, H]; the blocks' own [B, N, K, H] -> [B, N, Q, H]."""
-        return (self._flex if self._is_flex else self._sdpa)(q, context, block, scale)
+        return (self._flex if self._is_flex else self._plain)(q, context, block, scale)
 
     def prepare(self) -> Anchored:
         """Make the mask now: layers that are compiled find it made."""
-        _ = self._block_mask if self._is_flex else self._context_mask
+        _ = self._block_mask if self._is_flex else self._parts
         return self
 
     @property
@@ -84,49 +87,25 @@ class Anchored:
         out = call(q.transpose(1, 2), keys, values, block_mask=self._block_mask, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2)
 
-    # -- SDPA: scores with the context [N, T] and within blocks [A, G, G] apart, one softmax over both -----------------
+    # -- plain products: scores with the context and within blocks apart, one softmax over both ------------------------
 
     @functools.cached_property
-    def _context_mask(self) -> Tensor:
-        """[B, A, 1, T], or [B, A, G, T] where a window makes slots differ."""
-        device = self.document.device
-        place = torch.arange(self.document.shape[1], device=device)
+    def _parts(self) -> TwoParts:
+        """A slot may see other places than its block's others where there is a window."""
+        (B, A), T, device = self.anchors.shape, self.document.shape[1], self.document.device
+        place = torch.arange(T, device=device)
         slot = torch.arange(1 if self.window is None else self.slots, device=device)[:, None]
-        anchor, own = self.anchors[..., None, None], self.own_document[..., None, None]
-        return sees_context(anchor, own, place, self.document[:, None, None], slot, self.window)
 
-    def _sdpa(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
-        (B, A), T, G = self.anchors.shape, self.document.shape[1], self.slots
-        K, (Q, H) = context[0].shape[2], q.shape[2:]
-        q = (q * scale).view(B, A, G, K, Q // K, H)
-        own = [x.view(B, A, G, K, H) for x in block]
-        step = A if B * A * G * T * Q <= _SCORES_ALIVE else max(1, _SCORES_ALIVE // (B * G * T * Q))
-        if step == A:
-            return _two_parts(q, *context, own[0], own[1], self._context_mask).flatten(1, 2)
-        slices = []
-        for start in range(0, A, step):
-            cut = slice(start, start + step)
-            parts = (q[:, cut], *context, own[0][:, cut], own[1][:, cut], self._context_mask[:, cut])
-            slices.append(checkpoint(_two_parts, *parts, use_reentrant=False))
-        return torch.cat(slices, 1).flatten(1, 2)
+        def sees(cut: slice) -> Tensor:
+            anchor, own = (x[:, cut, None, None] for x in (self.anchors, self.own_document))
+            return sees_context(anchor, own, place, self.document[:, None, None], slot, self.window)
 
+        return TwoParts(sees, (B, A, self.slots, T), self.heads, kept=_SCORES_KEPT)
 
-def _two_parts(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, mask: Tensor) -> Tensor:
-    """q [B, A, G, K, R, H] (scaled), context [B, T, K, H], blocks [B, A, G, K, H], mask [B, A, 1 or G, T] ->
-    [B, A, G, Q, H].
-
-    Softmax over the concatenated scores is the exact merge: no log-sum-exp whose gradient could be lost.
-    """
-    B, A, G, K, R, H = q.shape
-    T = ck.shape[1]
-    q = q.permute(0, 3, 1, 4, 2, 5)  # [B, K, A, R, G, H]
-    far = (q.reshape(B, K, A * R * G, H) @ ck.permute(0, 2, 3, 1)).view(B, K, A, R, G, T)
-    far = far.masked_fill(~mask[:, None, :, None], -torch.inf).view(B, K, A, R * G, T)
-    near = q.reshape(B, K, A, R * G, H) @ bk.permute(0, 3, 1, 4, 2)  # [B, K, A, R * G, G]
-    weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(cv.dtype)
-    out = (weights[..., :T].reshape(B, K, A * R * G, T) @ cv.transpose(1, 2)).view(B, K, A, R * G, H)
-    out = out + weights[..., T:] @ bv.permute(0, 3, 1, 2, 4)
-    return out.view(B, K, A, R, G, H).permute(0, 2, 4, 1, 3, 5).reshape(B, A, G, K * R, H)
+    def _plain(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        blocks = self.anchors.shape[1], self.slots
+        keys, values = (x.unflatten(1, blocks) for x in block)
+        return self._parts(q.unflatten(1, blocks), context, [(keys, values)], scale).flatten(1, 2)
 
 
 @functools.cache

@@ -140,7 +140,8 @@ class BlockDrafter(Drafter):
         at = positions.gather(1, anchors)[..., None] + torch.arange(width, device=anchors.device)
         x = self._embed(batch.tokens.gather(1, anchors)).flatten(1, 2)
         rotary = self.rotary(at.flatten(1))
-        view = Anchored(anchors, documents, width, self.attention, self.config.sliding_window).prepare()
+        heads = self.spec.heads, self.spec.kv_heads
+        view = Anchored(anchors, documents, width, heads, self.attention, self.config.sliding_window).prepare()
         for layer in self._blocks():
             injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
             look = functools.partial(_look, view, injected, scale)

@@ -143,7 +143,7 @@ class Eagle3(Drafter):
         layer, positions = self._layer, batch.positions
         T = batch.tokens.shape[1]
         rows = (anchors - 1).clamp(min=0)
-        view = Unrolled(rows, batch.documents, layer.self_attn.scale, self.spec.heads)
+        view = Unrolled(rows, batch.documents, layer.self_attn.scale, (self.spec.heads, self.spec.kv_heads))
         at = positions.gather(1, rows)
 
         def pick(x: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class Divergence(torch.autograd.Function):
             label, known = vocab.to_draft(label)
             work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
             rows = max(1, _BLOCK_BYTES.get(device, 64 << 20) // (4 * vocab.size))
-            for blocks in _chunks(_blocks(sizes.tolist(), min(rows, config.chunk)), config.chunk):
+            most = config.slots(vocab.draft_size * fast.itemsize)
+            for blocks in _chunks(_blocks(sizes.tolist(), min(rows, most)), most):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
                 seen = vocab.target_logits(teacher[positions[p0:p1]])
                 work.chunk(out, blocks, h[s0:s1].to(fast), r[s0:s1].to(fast), seen, weight[s0:s1])
@@ -72,59 +73,57 @@ def block_terms(
     logits: Tensor, p: Tensor, which: Tensor, label: Tensor, known: Tensor | None, share: Tensor | None,
     weights: tuple[float, float, float], grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits [C, Vd], teacher p [P, Vd] in float32, which [C] row of p, label [C] and where it is `known` [C],
-    target's mass on what can be drafted `share` [C], (ce, kl, tv) -> ce, kl, L1, scale, each [C]. The logits are
-    overwritten: with `grad`, scale times what they then hold is their gradient. All between is in p's dtype.
+    """logits [C, Vd], teacher p [P, Vd] in float32, which [C] row of p, label [C, 1], where it is `known` [C, 1] (None:
+    everywhere), target's mass on what can be drafted `share` [C, 1] (None: 1), weights of ce, kl and tv -> four
+    [C, 1]: Z = sum of e, e = exp(logits - largest); logit of the label and p's mean one, less the largest; Z L1.
+    The logits are overwritten: with `grad`, unit(weights) / Z times what they then hold is their gradient.
 
     d ce = q - onehot; d kl = share q - p; d L1 = q (s - <q, s>) with s = sign(q - p). Passes over [C, Vd] are what
-    this costs: so q stays e = Z q, gradients are divided by one of the weights, and `scale` makes up for both.
+    this costs: so q = e / Z stays e, and gradients stay divided by one of the weights. All between is in p's dtype.
     """
-    ce_weight, kl_weight, tv_weight = weights
-    unit = tv_weight or ce_weight or kl_weight
-    x, at = logits.to(p.dtype), label[:, None]
+    ce_weight, kl_weight, tv_weight = (w / _unit(weights) for w in weights)
+    x = logits.to(p.dtype)
     x = x.sub_(x.amax(-1, keepdim=True))
-    ce = -x.gather(-1, at)[:, 0]
-    d = p.index_select(0, which)
-    kl = -(d * x).sum(-1) if kl_weight else torch.zeros_like(ce)
+    at_label, d = x.gather(-1, label), p.index_select(0, which)
+    mean = (d * x).sum(-1, keepdim=True) if kl_weight else at_label
     e = x.exp_()
     z = e.sum(-1, keepdim=True)
-    d = torch.addcmul(e, d, -z, out=d)  # Z (q - p)
-    l1 = d.abs().sum(-1)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
-    if grad:
-        # the gradient's factor of e, but for tv's sign
-        pull = torch.full_like(ce, ce_weight) if known is None else ce_weight * known
-        push = pull * -z[:, 0] / unit
-        pull = pull if share is None else pull + kl_weight * (share - 1)
-        if tv_weight:
-            signed = d.sign().mul_(e)
-            pull = pull[:, None] / unit - signed.sum(-1, keepdim=True) / z
-            g = torch.addcmul(signed, e, pull, out=e)
-        elif known is None and share is None:
-            g = e if ce_weight else d  # of which `unit` is the weight
-        else:
-            g = e.mul_(pull[:, None] / unit)
-        if kl_weight and g is not d:
-            g.add_(d, alpha=kl_weight / unit)  # -p = (q - p) - q; the q is in `pull`
-        g.scatter_add_(-1, at, push[:, None])
-        if g is not logits:
-            logits.copy_(g)
-    z = z[:, 0]
-    log_z = z.log()
-    ce = ce + log_z
-    kl = kl + (log_z if share is None else log_z * share) if kl_weight else kl
-    l1 = l1 / z
-    if known is not None:
-        ce = ce * known
+    d = torch.addcmul(e, d, z.neg(), out=d)  # Z (q - p)
+    l1 = d.abs().sum(-1, keepdim=True)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
+    if not grad:
+        return z, at_label, mean, l1
+    plain = known is None and share is None
+    pull: Any = ce_weight if known is None else ce_weight * known  # of q, but for tv's sign
     if share is not None:
-        l1 = l1 + (1 - share).clamp(min=0)
-    return ce, kl, l1, unit / z
+        pull = pull + kl_weight * (share - 1)
+    if tv_weight:
+        signed = d.sign().mul_(e)
+        g = torch.addcmul(signed, e, pull - signed.sum(-1, keepdim=True) / z, out=e)
+    elif plain:
+        g = e if ce_weight else d
+    else:
+        g = e.mul_(pull)
+    if kl_weight and g is not d:
+        g.add_(d, alpha=kl_weight)  # -p = (q - p) - q; the q is in `pull`
+    if ce_weight:
+        push = z * -ce_weight if known is None else z * known * -ce_weight
+        g.scatter_add_(-1, label, push)
+    if g is not logits:
+        logits.copy_(g)
+    return z, at_label, mean, l1
+
+
+def _unit(weights: tuple[float, float, float]) -> float:
+    """The weight that `block_terms` leaves out of its gradient."""
+    ce, kl, tv = weights
+    return tv or ce or kl
 
 
 def law(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """softmax(logits) [P, V] in `dtype`; may overwrite the logits. Apart, its steps take half of softmax's time."""
     e = logits.to(dtype)
     e = e.sub_(e.amax(-1, keepdim=True)).exp_()
-    return e.mul_(1 / e.sum(-1, keepdim=True))
+    return e.mul_(e.sum(-1, keepdim=True).reciprocal_())
 
 
 @dataclass(frozen=True)
@@ -143,35 +142,48 @@ class _Work:
 
     def chunk(self, out: _Results, blocks: list[Span], h: Tensor, r: Tensor, seen: Tensor, weight: Tensor) -> None:
         """h [C, D], r [C, R], the target's logits at its positions `seen` [P, V], weight [C]."""
-        c, cap = self.config, self.vocab.softcap
+        c, cap, markov = self.config, self.vocab.softcap, self.w2.numel() > 0
+        weights = c.ce, c.kl, c.tv
         logits = F.linear(h, self.head)
-        base = logits.clone() if cap is not None and self.w2.numel() else logits  # the cap is on the base logits only
-        if cap is None and self.w2.numel():
+        base = logits.clone() if cap is not None and markov else logits  # the cap is on the base logits only
+        if cap is None and markov:
             logits.addmm_(r, self.w2.T)
-        p0, s0 = blocks[0][0], blocks[0][2]
-        scale = torch.empty_like(weight)
-        for pa, pb, sa, sb in blocks:
-            p, mass = self.vocab.keep(law(seen[pa - p0 : pb - p0], self.exact))
-            cut, here = slice(sa, sb), slice(sa - s0, sb - s0)
-            which, label = self.which[cut] - pa, self.label[cut]
-            known = None if self.known is None else self.known[cut]
-            x, tanh = logits[here], None
+        cut = slice(blocks[0][2], blocks[-1][3])
+        label = self.label[cut, None]
+        known = None if self.known is None else self.known[cut, None]
+        found: list[tuple[Tensor, ...]] = []
+        shares: list[Tensor] = []
+        # views of all blocks at once: there are many, and a block's passes are short
+        sizes, places = [sb - sa for _, _, sa, sb in blocks], [pb - pa for pa, pb, _, _ in blocks]
+        first = torch.tensor([pa for pa, *_ in blocks], device=h.device)
+        which = self.which[cut] - first.repeat_interleave(torch.tensor(sizes, device=h.device), output_size=len(h))
+        knowns = [None] * len(blocks) if known is None else known.split(sizes)
+        views = zip(*(x.split(sizes) for x in (logits, base, r, which, label)), knowns, seen.split(places), strict=True)
+        for x, under, row, here, token, sure, target in views:
+            p, mass = self.vocab.keep(law(target, self.exact))
+            share = None if mass is None else mass[here, None]
+            scores, tanh = x, None
             if cap is not None:
                 tanh = (x.to(self.exact) / cap).tanh_()
-                x = tanh * cap
-                if self.w2.numel():
-                    x = x.addmm_(r[here].to(x.dtype), self.w2.T.to(x.dtype))
-            share = None if mass is None else mass[which]
+                scores = tanh * cap
+                if markov:
+                    scores = scores.addmm_(row.to(scores.dtype), self.w2.T.to(scores.dtype))
             # a size of 1 would be a graph of its own
-            terms = self.terms if sb - sa > 1 and pb - pa > 1 else block_terms
-            out.ce[cut], out.kl[cut], out.l1[cut], scale[here] = terms(
-                x, p, which, label, known, share, (c.ce, c.kl, c.tv), out.wanted
-            )
+            terms = self.terms if len(x) > 1 and len(p) > 1 else block_terms
+            found.append(terms(scores, p, here, token, sure, share, weights, out.wanted))
+            shares += [] if share is None else [share]
             if tanh is not None and out.wanted:
-                logits[here].copy_(x)
-                base[here].copy_(x.mul_(1 - tanh.square_()))
+                x.copy_(scores)
+                under.copy_(scores.mul_(1 - tanh.square_()))
+        z, at_label, mean, l1 = (torch.cat(parts)[:, 0] for parts in zip(*found, strict=True))
+        log_z = z.log()
+        out.ce[cut] = log_z - at_label if known is None else (log_z - at_label) * known[:, 0]
+        share = torch.cat(shares)[:, 0] if shares else None
+        if c.kl:
+            out.kl[cut] = (log_z if share is None else log_z * share) - mean
+        out.l1[cut] = l1 / z if share is None else l1 / z + (1 - share).clamp(min=0)
         if out.wanted:
-            out.add(slice(s0, blocks[-1][3]), logits, base, r, self.head, self.w2, weight * scale)
+            out.add(cut, logits, base, r, self.head, self.w2, weight / z * _unit(weights))
 
 
 @dataclass

@@ -124,6 +124,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     moments = trainable * 8 if train.optimizer == "adamw" else trainable * 8 - run.inner * 4
     attend = 2 * T * T * text.num_attention_heads * family.block.head_dim * text.num_hidden_layers
     forward = 2 * layers * T + attend
+    row = V * (4 if train.precision == "fp32" else 2)
     return Plan(
         target={
             "name": config.target,
@@ -145,7 +146,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
             "features of a micro-batch": micro * T * (L + 1) * D * size,
             "activations of a micro-batch": micro * run.kept,
             "slot states and their gradients": micro * slots * 2 * (D + run.rank) * 4,
-            "loss, one chunk": 3 * config.loss.chunk * V * 4,
+            "loss, one chunk": 2 * config.loss.slots(row) * row,  # the drafter's logits and the target's
         },
         flops={
             "target forward (live features)": batch * float(forward),
