@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..config import LossConfig
 from ..modeling.vocab import Vocab
 
-_BLOCK_BYTES = {"cpu": 400 << 10, "cuda": 64 << 20}
+_BLOCK_BYTES = {"cpu": 800 << 10, "cuda": 64 << 20}
 """Of one float32 tensor [C, V] of a block."""
 
 Span = tuple[int, int, int, int]
