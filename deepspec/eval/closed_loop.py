@@ -20,7 +20,8 @@ from .calibration import survival
 from .cost import Profile
 from .generate import stream
 from .rounds import BUDGET, Enough, Round, RoundLog, Time, Turns
-from .schedule import Choosy, Schedule
+from .schedule import Choosy, Learning, Schedule
+from .throughput import MEMORY
 from .traces import Trace
 
 Array = np.ndarray[Any, Any]
@@ -63,16 +64,18 @@ def serve(
     users: int,
     *,
     rounds: int,
-    warmup: int = 8,
+    warmup: int | None = None,
     sampling: Sampling,
     seed: int = 0,
     clock: Time = "wall",
 ) -> dict[str, Load]:
     """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted, nor those
-    in which a prompt is read. Users take the prompts in turn.
+    in which a prompt is read. Users take the prompts in turn. By default the warm-up is 8 rounds, or as many as a
+    schedule needs to have a history.
 
     Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
     """
+    warmup = max(8, 2 + MEMORY // users) if warmup is None else warmup
     turns, logs, failures = Turns(len(contenders)), [], []
     endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
 
@@ -156,6 +159,8 @@ def simulate(
             # a draft for a few costs its share, and so does what is verified
             spent += drafting * float(wanted.double().mean()) + float(more[1] - more[0])
         accepted = np.minimum(lengths, [traces[w].survived[p] for w, p in zip(which, place)])
+        if isinstance(schedule, Learning) and wanted.any():
+            schedule.settle(accepted.tolist())
         if n >= warmup:
             tokens += users + int(accepted.sum())
             verified += int(lengths.sum())

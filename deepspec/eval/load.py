@@ -34,7 +34,10 @@ def parser() -> Parser:
     )
     p.add("--traces", type=Path, help="traces.jsonl of deepspec.eval.calibrate, for the simulation; none without it")
     p.add("--sts", type=Path, help="sts.json of deepspec.eval.calibrate; by default the drafter's own temperatures")
-    p.add("--rounds", type=int, default=100, help="of each schedule, after a warm-up; they take turns round by round")
+    p.add(
+        "--rounds", type=int, default=100, help="of each schedule, after a warm-up, taking turns; with fewer than "
+        "16 users, where a round says less, up to 4 times as many"
+    )  # fmt: skip
     p.add("--repeats", type=int, default=3, help="how often, with other draws; the median counts")
     p.add_argument("--simulate", action="store_true", help="only simulate, from --profile and --traces")
     return p
@@ -110,16 +113,22 @@ def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[
         for repeat in range(args.repeats):
             seed, profile = args.seed + 100_000 * repeat, given
             if profile is None:
-                measured += make(target, drafter, prompts, args.concurrency, sampling, 3, seed, args.clock)[1]
+                measured += make(target, drafter, prompts, args.concurrency, sampling, 5, seed, args.clock)[1]
                 profile = describe(merged(measured), target, prompts, sampling, args.clock)
             for users in args.concurrency:
                 contenders: dict[str, Contender] = {NONE: (None, None)}
                 contenders |= {name: (drafter, make_schedule(name, profile.cost)) for name in args.schedule}
                 how: dict[str, Any] = dict(sampling=sampling, seed=seed, clock=args.clock)
-                for name, one in serve(target, contenders, prompts, users, rounds=args.rounds, **how).items():
+                how["rounds"] = rounds_of(args.rounds, users)
+                for name, one in serve(target, contenders, prompts, users, **how).items():
                     found[name, users].append(one)
                 bar.update()
             yield profile, found
+
+
+def rounds_of(rounds: int, users: int) -> int:
+    """A round of few users says less, and costs less."""
+    return rounds * max(1, min(4, 16 // users))
 
 
 def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":

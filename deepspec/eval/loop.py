@@ -18,7 +18,8 @@ from ..modeling.cache import on_device
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
-from .schedule import Choosy, Schedule
+from .backlog import Backlog
+from .schedule import Choosy, Learning, Schedule
 from .verify import Rule, Verdict, agree, verify
 
 OnRound = Callable[[Sequence[int], Sequence[int]], object]
@@ -93,6 +94,7 @@ class Loop:
         self.target, self.drafter, self.waiting, self.settings = target, drafter, requests, settings
         self.sampling, self.rows, self.device = settings.sampling, settings.rows, target.device
         self.choosy = settings.schedule if isinstance(settings.schedule, Choosy) else None
+        self.learning = settings.schedule if isinstance(settings.schedule, Learning) else None
         self.slots = 0 if drafter is None else drafter.num_slots
         # a round may run past the budget by its drafts; they are trimmed
         self.max_length = max_length + self.slots + 1
@@ -116,6 +118,9 @@ class Loop:
         layer_ids = () if self.drafter is None else self.drafter.config.target_layer_ids
         self.session: Session = self.target.open(self.rows, self.max_length, layer_ids)
         self.state = None if self.drafter is None else self.drafter.new_state(self.rows, self.max_length)
+        self.backlog = Backlog(self.rows)
+        self.drafting = True
+        """Whether the schedule wanted drafts for everybody when it was asked last: then the drafter reads at once."""
         self.anchors = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         while True:
             new = self._join()
@@ -168,13 +173,14 @@ class Loop:
                 ends = on_device([max(k - 1, 0) for k in kept], self.device)[:, None]
                 following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).scatter(1, ends, next_token)
                 width = max(kept)
-                self.drafter.observe(self.state, scored.features[:, :width], following[:, :width], kept)
+                self._observe(scored.features[:, :width], following[:, :width], kept)
+        drafted = proposal.tokens.shape[1] > 0
+        if self.learning is not None and drafted:
+            self.learning.settle([k - 1 if here else 0 for k, here in zip(kept, on)])
         if self.settings.on_round is not None and any(on):
             self.settings.on_round(admitted, [k if here else 0 for k, here in zip(kept, on)])
-        drafted = proposal.tokens.shape[1] > 0
-        confidence = (
-            proposal.confidence.tolist() if self.settings.record and drafted else [[0.0] * self.slots] * self.rows
-        )
+        unseen = [[0.0] * self.slots] * self.rows
+        confidence = proposal.confidence.tolist() if self.settings.record and drafted else unseen
         for row, (accepted, own, *drafts) in enumerate(host):
             if on[row]:
                 if self.settings.record:
@@ -205,11 +211,29 @@ class Loop:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
         wanted = active if self.choosy is None else self.choosy.wants(active) & active
         rows = wanted.nonzero()[:, 0].tolist()
+        self.drafting = torch.equal(wanted, active)
         if self.drafter is None or not rows:
             return self.nothing, [0] * self.rows
+        self._catch_up(rows)
         proposal = self.drafter.propose(self.state, self.settings.drafting, chance, rows)
         room = torch.tensor([self.max_length - n - 1 if w else 0 for n, w in zip(self.session.lengths, wanted)])
         return proposal, self.settings.schedule(proposal.confidence, active, room).tolist()
+
+    def _observe(self, features: Tensor, following: Tensor, counts: list[int]) -> None:
+        """Let the drafter read what is verified: now, or when something is drafted again."""
+        assert self.drafter is not None
+        if self.drafting:
+            self.drafter.observe(self.state, features, following, counts)
+            return
+        self.backlog.add(features, following, counts)
+        if self.backlog.full:
+            self._catch_up(range(self.rows))
+
+    def _catch_up(self, rows: Sequence[int]) -> None:
+        """Let the drafter read what waits for these rows."""
+        assert self.drafter is not None
+        if (waiting := self.backlog.take(rows)) is not None:
+            self.drafter.observe(self.state, *waiting)
 
     def _commit(self, row: int, new: list[int], record: tuple[int, int] | None) -> Iterator[tuple[int, Generation]]:
         """Take over new tokens up to a stop id or the budget; yield and free the row when the request is done."""
@@ -229,6 +253,7 @@ class Loop:
             self.session.reset([row])
             if self.drafter is not None:
                 self.drafter.reset_rows(self.state, [row])
+                self.backlog.drop([row])
             yield request.index, out
 
     def _request(self, row: int) -> Request:

@@ -28,6 +28,8 @@ Array = np.ndarray[Any, Any]
 
 OFF = -1
 """In the plan of a probe: a round without drafting."""
+OFTEN = 3
+"""How many times as often as a size rounds without drafting are measured: every size is held against them."""
 WARMUP = 3
 """Rounds before the first that counts."""
 
@@ -79,11 +81,11 @@ def measure(
     clock: Time = "wall",
     tick: Callable[[], object] = lambda: None,
 ) -> Measured:
-    """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G and with drafting off, each
-    `repeats` times in a random order, after a warm-up. `tick` is called once a round. Prompts are taken in
-    turn, and rounds that read one are left out."""
+    """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G, each `repeats` times, and with
+    drafting off, OFTEN times that, in a random order after a warm-up. `tick` is called once a round. Prompts are taken
+    in turn, and rounds that read one are left out."""
     slots = drafter.num_slots
-    kinds = [OFF, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
+    kinds = [*[OFF] * OFTEN, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
     plan = [*[kinds[-1]] * WARMUP, *np.random.default_rng(seed).permutation(kinds * repeats).tolist()]
 
     def rounds(drafter: Drafter | None, schedule: Any, number: int) -> list[float]:
@@ -110,7 +112,7 @@ def measure(
     seconds = defaultdict(list)
     for kind, spent in list(zip(plan, rounds(drafter, Probe(plan, requests), len(plan))))[WARMUP:]:
         seconds[kind].append(spent)
-    plain = rounds(None, None, WARMUP + repeats)[WARMUP:]
+    plain = rounds(None, None, WARMUP + OFTEN * repeats)[WARMUP:]
     medians = {kind: float(np.median(spent)) for kind, spent in seconds.items()}
     off = medians.pop(OFF)
     return Measured(requests, float(np.median(plain)), off, {requests + k: s for k, s in sorted(medians.items())})
@@ -118,7 +120,7 @@ def measure(
 
 def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
     """How often `measure` ticks."""
-    return 2 * WARMUP + repeats * (2 + min(sizes, requests * slots + 1))
+    return 2 * WARMUP + repeats * (2 * OFTEN + min(sizes, requests * slots + 1))
 
 
 def merged(measured: Sequence[Measured]) -> list[Measured]:
@@ -135,23 +137,22 @@ def merged(measured: Sequence[Measured]) -> list[Measured]:
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:
     """The additive cost that fits the measurements best in relative terms, and its largest relative error.
 
-    theta is linear between knots, one for each power of two in between the smallest and the largest batch; with few
-    measurements this keeps it as smooth as they justify.
+    theta is convex, linear between knots, one for each power of two in between the smallest and the largest batch:
+    as smooth as few measurements justify, and what bends the other way would trap a schedule that stops early.
     """
     measured = sorted(measured, key=lambda m: m.requests)
     points = [(i, b, s) for i, m in enumerate(measured) for b, s in m.step.items()]
     tokens = np.array([b for _, b, _ in points], dtype=np.float64)
     seconds = np.array([s for _, _, s in points])
-    knots = np.unique(
-        [tokens.min(), *2.0 ** np.arange(np.ceil(np.log2(tokens.min())), np.log2(tokens.max())), tokens.max()]
-    )
-    hats = np.stack([np.interp(tokens, knots, row) for row in np.eye(len(knots))], 1)  # [n, k]
-    groups = np.array([[float(i == j) for j in range(1, len(measured))] for i, _, _ in points]).reshape(len(points), -1)
-    weight = 1 / seconds
-    solved = np.linalg.lstsq(np.hstack([groups, hats]) * weight[:, None], np.ones(len(points)), rcond=None)[0]
-    # more requests or more tokens are never quicker: what says so is noise
-    alpha = np.concatenate([[0.0], solved[: groups.shape[1]]]).clip(0)
-    theta = np.maximum.accumulate(solved[groups.shape[1] :].clip(1e-9))
+    low, high = tokens.min(), tokens.max()
+    knots = np.unique([low, *2.0 ** np.arange(np.ceil(np.log2(low)), np.log2(high)), high])
+    # more requests or more tokens are never quicker, nor is the next token ever cheaper: what says so is noise
+    level = np.array([[float(i >= j) for j in range(len(measured))] for i, _, _ in points])  # [n, R]
+    bends = (tokens[:, None] - knots[:-1]).clip(0)  # [n, k - 1]
+    solved = nonnegative(np.hstack([level, bends]) / seconds[:, None], np.ones(len(points)))
+    jumps, slopes = solved[: len(measured)], solved[len(measured) :]
+    alpha = np.concatenate([[0.0], jumps[1:].cumsum()])
+    theta = max(jumps[0], 1e-9) + (knots[:, None] - knots[:-1]).clip(0) @ slopes
     bias = float(theta[0]) / 2
     cost = Additive(
         bias_seconds=bias,
@@ -165,6 +166,28 @@ def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:
     cost = dataclasses.replace(cost, draft_seconds=tuple(draft))
     fitted = np.array([cost.step(measured[i].requests, np.array([b]))[0] for i, b, _ in points])
     return cost, float(np.abs(fitted / seconds - 1).max())
+
+
+def nonnegative(a: Array, b: Array) -> Array:
+    """The x >= 0 [k] of the least |a x - b|, a [n, k], b [n] (Lawson and Hanson's active set)."""
+    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    least = 1e-10 * np.abs(a.T @ b).max()
+    while True:
+        pull = np.where(free, -np.inf, a.T @ (b - a @ x))
+        if not pull.max() > least:
+            return x
+        free[pull.argmax()] = True
+        while True:
+            best = np.zeros_like(x)
+            best[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            below = free & (best <= 0)
+            if not below.any():
+                break
+            # as far towards it as all stay above 0; who gets there is held
+            x = x + (x[below] / (x[below] - best[below])).min() * (best - x)
+            free &= x > 1e-12 * np.abs(x).max()
+            x[~free] = 0.0
+        x = best
 
 
 def table(cost: Additive) -> StepsPerSecond:

@@ -6,6 +6,7 @@ alone. All schedules here stop at the first slot they refuse.
 Letters: B rows, G slots.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -33,8 +34,17 @@ class Choosy(Protocol):
         """active [B] bool -> [B] bool on the host, the rows to draft for, by history alone. Asked once a round.
 
         Rows it does not want have confidence 0 and room 0 in this round's call; where it wants none, the drafter does
-        not run and there is no call. The drafter observes what is committed either way.
+        not run and there is no call. The drafter reads what was committed meanwhile before it drafts again.
         """
+        ...
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A schedule may also learn how its lengths turned out."""
+
+    def settle(self, accepted: Sequence[int]) -> None:
+        """accepted [B]: drafts of each row that were accepted in the round of its last call. After each such round."""
         ...
 
 
