@@ -5,10 +5,15 @@
 A step is forward, objective and backward at width 256, vocabulary 4096, 512 positions, three tapped layers: DSpark and
 DFlash with two layers and 64 anchors x 7, Eagle3 unrolled seven times from every position; float32, one thread.
 
-The floor is the matrix products that such a step cannot avoid, at the same sizes, alone: every trained matrix three
-times (no gradient by what needs none), the frozen head twice, the teacher once a position, and attention over visible
-places, forward and backward. Times are CPU time; both alternate in one process, and medians are shown. Peak memory is
-what the process holds at most above what it held before the first step.
+The floor is the matrix products that such a step cannot avoid, at the same sizes, alone, into memory that is there:
+every trained matrix three times (its product, the gradient by its input where something before it is trained, and by
+itself), the frozen head twice, the teacher's once for each position that some slot looks at, attention over visible
+places and within blocks, two products forward and four backward. Left out, so that the floor is rather too low: what
+norms, softmaxes, gates and the optimiser do, the confidence head's one column, the few keys of a row's own slots
+(Eagle3), scores made a second time. Times are CPU time; both alternate in one process, and medians are shown. Peak
+memory is what the process holds at most above what it held before the first step.
+
+The allocator of both processes keeps what is freed, as that of a training run does (deepspec/train/allocator.py).
 
 --peer is a Python with speculators 0.9.0; its DSpark and Eagle3 run the same sizes, in turns with ours, a process each.
 """
@@ -28,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 D, V, T, TAPS, MLP, HEADS, KV_HEADS, HEAD, SLOTS, ANCHORS, RANK, LAYERS = 256, 4096, 512, 3, 768, 4, 2, 64, 7, 64, 64, 2
 BATCH = {"seed": 0, "embedding": 0.02, "head": 0.05}
 KINDS = ("dspark", "dflash", "eagle3")
+KEEP_FREED = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
 
 
 def peak_memory() -> float:
@@ -73,22 +79,21 @@ def ours(kind: str) -> Callable[[], float]:
     return step
 
 
-def products(kind: str) -> list[tuple[int, int, int, int]]:
-    """The floor as (how often, M, K, N): products of [M, K] and [K, N]."""
-    found: list[tuple[int, int, int, int]] = []
+def products(kind: str) -> list[tuple[int, int, int, int, int]]:
+    """The floor as (how often, B, M, K, N): B products of [M, K] and [K, N] at once."""
+    found: list[tuple[int, int, int, int, int]] = []
 
     def linear(rows: int, inputs: int, outputs: int, times: int = 1, *, back: bool = True, train: bool = True) -> None:
         """A matrix: its product, the gradient by its input (back) and by itself (train)."""
-        found.append((times, rows, inputs, outputs))
-        found.extend([(times, rows, outputs, inputs)] if back else [])
-        found.extend([(times, outputs, rows, inputs)] if train else [])
+        found.append((times, 1, rows, inputs, outputs))
+        found.extend([(times, 1, rows, outputs, inputs)] if back else [])
+        found.extend([(times, 1, outputs, rows, inputs)] if train else [])
 
-    def attention(rows: int, places: int, times: int) -> None:
+    def attention(rows: int, places: int, times: int, batch: int = 1) -> None:
         """Queries of the heads that share keys, over places: two products forward, four backward."""
-        rows, times = rows * HEADS // KV_HEADS, times * KV_HEADS
-        found.extend(
-            [(2 * times, rows, HEAD, places), (2 * times, rows, places, HEAD), (2 * times, places, rows, HEAD)]
-        )
+        rows, batch = rows * HEADS // KV_HEADS, batch * KV_HEADS
+        sizes = ((rows, HEAD, places), (rows, places, HEAD), (places, rows, HEAD))
+        found.extend((2 * times, batch, *size) for size in sizes)
 
     qo, kv = HEADS * HEAD, 2 * KV_HEADS * HEAD
     linear(T, TAPS * D, D, back=False)
@@ -109,6 +114,7 @@ def products(kind: str) -> list[tuple[int, int, int, int]]:
         linear(slots, D, kv, LAYERS)
         linear(slots, D, qo, LAYERS)
         attention(slots, T // 2, LAYERS)
+        attention(SLOTS, SLOTS, LAYERS, ANCHORS)
         linear(slots, qo, D, LAYERS)
         linear(slots, D, MLP, 2 * LAYERS)
         linear(slots, MLP, D, LAYERS)
@@ -124,12 +130,16 @@ def floor(kind: str) -> Callable[[], float]:
     """Those products and nothing else, each into memory that is there."""
     import torch
 
-    todo = [(times, torch.randn(m, k), torch.randn(n, k).T, torch.empty(m, n)) for times, m, k, n in products(kind)]
+    todo = []
+    for times, batch, m, k, n in products(kind):
+        parts = torch.randn(batch, m, k), torch.randn(batch, n, k).mT, torch.empty(batch, m, n)
+        one = batch == 1
+        todo.append((times, torch.mm if one else torch.bmm, *(x[0] if one else x for x in parts)))
 
     def step() -> float:
-        for times, a, b, out in todo:
+        for times, product, a, b, out in todo:
             for _ in range(times):
-                torch.mm(a, b, out=out)
+                product(a, b, out=out)
         return 0.0
 
     return step
@@ -176,7 +186,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
         for _ in range(args.rounds):
             for name, command in commands.items():
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **KEEP_FREED}
                 out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
                 runs[name].append(json.loads(out.splitlines()[-1]))
         middle = {

@@ -58,7 +58,7 @@ class Products(TorchDispatchMode):
         elif name == "mkldnn::_linear_pointwise":  # packed weights (modeling/packed.py)
             rows = args[0].flatten(0, -2)
             self.add(rows, rows.new_empty(args[1].shape[0], args[1].shape[1]).t())
-        elif name in ("addmm", "baddbmm"):
+        elif name.removesuffix("_") in ("addmm", "baddbmm"):
             self.add(args[1], args[2])
         elif name.startswith("_scaled_dot_product") and name.endswith(("attention", "_for_cpu")):
             q, k, v = (x.reshape(-1, *x.shape[2:]) for x in self._heads(args[:3]))

@@ -265,6 +265,22 @@ def test_whatever_the_drafter_and_the_load_the_scheduler_is_near_the_best(qualit
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_schedules_are_held_against_the_better_of_two():
+    """By hand: three repeats with one and four users; the better of no speculation and verify_all is that of the larger
+    median, and each repeat is compared with its own."""
+    seconds = {"no speculation": (10, 5, 20), "verify_all": (5, 10, 10), "throughput": (10, 10, 12)}
+    rows = [
+        load.row(name, users, [Load(users, 100, s, 1, 0) for s in took], None)
+        for users in (1, 4)
+        for name, took in seconds.items()
+        if (name, users) != ("verify_all", 4)
+    ]
+    load.compare(rows)
+    # medians 10, 10, 10 tokens/s of 100 / s: 10, 20, 5 -> 10; 20, 10, 10 -> 10, the first of equals is no speculation
+    assert [r["to_best"] for r in rows] == [1, pytest.approx(2.0), pytest.approx(1.0), None, None]
+    assert "to best" in load.table(rows)
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +325,7 @@ def test_the_whole_path(models, capsys):
     load.run([*common, *prompts, *files, *schedules, "--rounds", "5", "--repeats", "1"])
     rows = json.loads((out / "load.json").read_text())["rows"]
     assert len(rows) == 2 * 6 and all(r["measured_throughput"] > 0 and r["simulated_throughput"] > 0 for r in rows)
+    assert all(max(r["to_best"] for r in rows[i : i + 2]) == 1 for i in (0, 6))  # of the two that set it
     load.run([*common, *files, *schedules, "--simulate", "--sts", str(out / "sts.json")])
     again = json.loads((out / "load.json").read_text())["rows"]
     assert [r["simulated_throughput"] for r in again] == [r["simulated_throughput"] for r in rows]

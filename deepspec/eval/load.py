@@ -79,6 +79,7 @@ def write(args: Any, profile: "Profile", real: "dict[tuple[str, int], list[Load]
         for users in args.concurrency
         for name in (NONE, *args.schedule)
     ]
+    compare(rows)
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
     write_text(args.out / "profile.json", profile.to_json())
     write_text(args.out / "load.txt", table(rows) + "\n")
@@ -174,9 +175,24 @@ def row(name: str, users: int, real: "Sequence[Load]", simulated: "Load | None")
     return found
 
 
+def compare(rows: Sequence[Row]) -> None:
+    """Add `to_best`: tokens a second by those of the better of no speculation and verify_all under as many users, the
+    median over repeats, in each of which they took turns; None where one of them was not served."""
+    for r in rows:
+        plain, everything = (
+            next((x for x in rows if (x["schedule"], x["users"]) == (name, r["users"])), None)
+            for name in (NONE, "verify_all")
+        )
+        r["to_best"] = None
+        if r["measured_throughputs"] and plain and everything:
+            best = max(plain, everything, key=lambda x: x["measured_throughput"])
+            pairs = zip(r["measured_throughputs"], best["measured_throughputs"])
+            r["to_best"] = statistics.median(ours / theirs for ours, theirs in pairs)
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line a schedule and number of users."""
-    lines = ["users  schedule          tokens/s  a user  drafts verified   simulated  off by  drafts verified"]
+    lines = ["users  schedule          tokens/s  a user  drafts verified   simulated  off by  drafts verified  to best"]
     for r in rows:
         cells = [f"{r['users']:5d}  {r['schedule']:16s}"]
         for kind in ("measured", "simulated"):
@@ -184,8 +200,8 @@ def table(rows: Sequence[Row]) -> str:
             cells.append(f"{_number(speed, '8.1f')}")
             cells.append(f"{_number(r['measured_speed'], '6.1f')}" if kind == "measured" else f"{_off(r):>6s}")
             cells.append(f"{_number(verified, '15.2f')}" + ("   " if kind == "measured" else ""))
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+        lines.append("  ".join([*cells, f"{_number(r['to_best'], '7.2f')}"]))
+    return "\n".join([*lines, "to best: by tokens/s of the better of no speculation and verify_all"])
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -3,6 +3,8 @@
 Letters: D hidden, Q heads, K kv heads, H head dim; leading dimensions are free.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +24,32 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()
-        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+        if x.is_cuda or torch.compiler.is_compiling():
+            return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+        normed: Tensor = _Norm.apply(x, weight, self.eps)
+        return normed
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm where no kernel is made for it (CPU): fewer passes and calls. x [..., D], weight [D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = x.to(weight.dtype)
+        scale = (exact * exact).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (exact * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With y = x scale weight: d x = scale (d y weight - x scale^2 mean(d y weight x))."""
+        x, weight, scale = ctx.saved_tensors
+        exact, d = x.to(weight.dtype), grad.to(weight.dtype)
+        both = (d * exact).reshape(-1, len(weight))
+        d_weight = both.T.mv(scale.reshape(-1))
+        mean = both.mv(weight).view(scale.shape).mul_(scale.pow(3)).div_(len(weight))
+        return (d * weight).mul_(scale).addcmul_(exact, mean, value=-1).to(x.dtype), d_weight, None
 
 
 class GatedMLP(nn.Module):
@@ -65,8 +92,35 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of x [..., heads, H] by `rotary` = cos, sin [..., 1, H]."""
     cos, sin = (r.to(x.dtype) for r in rotary)
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
+    if x.is_cuda or torch.compiler.is_compiling():
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-right, left], dim=-1) * sin
+    turned: Tensor = _Turn.apply(x, cos, sin)
+    return turned
+
+
+class _Turn(torch.autograd.Function):
+    """`rotate`, without copies; its gradient turns back. Both halves of cos, and of sin, are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    (left, right), sin = x.chunk(2, dim=-1), sin[..., : x.shape[-1] // 2]
+    turned = x * cos
+    a, b = turned.chunk(2, dim=-1)
+    a.addcmul_(right, sin, value=-way)
+    b.addcmul_(left, sin, value=way)
+    return turned
 
 
 class Attention(nn.Module):

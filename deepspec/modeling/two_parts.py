@@ -23,8 +23,8 @@ SCORES_ALIVE = 1 << 25
 
 
 class _Slice(NamedTuple):
-    cut: slice
-    """Which groups."""
+    groups: int
+    """C."""
     places: slice
     """Which places of the context they look at; what lies outside none of them sees."""
     hidden: Tensor | None
@@ -47,7 +47,7 @@ class TwoParts:
         self.slices: list[_Slice] = []
         for cut, mask, (first, whole, end) in zip(cuts, seen, _bounds(seen), strict=True):
             hidden = None if whole == end else ~mask[:, None, :, None, :, whole:end]
-            self.slices.append(_Slice(cut, slice(first, end), hidden))
+            self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
     @torch.compiler.disable  # slices are of another size in every batch
     def __call__(
@@ -66,49 +66,50 @@ def _bounds(seen: list[Tensor]) -> list[list[int]]:
 
     if not seen or isinstance(seen[0], FakeTensor):
         return [[0, 0, x.shape[-1]] for x in seen]
-    T, found = seen[0].shape[-1], []
-    place = torch.arange(T, device=seen[0].device)
-    for x in seen:
-        flat = x.flatten(0, -2)
-        anyone = flat.any(0)
-        first, end = place.where(anyone, T).amin(), (place + 1).where(anyone, 0).amax()
-        partly = ~flat.all(0) & (place >= first)
-        found.append(torch.stack([first.minimum(end), place.where(partly, T).amin().minimum(end), end]))
-    bounds: list[list[int]] = torch.stack(found).tolist()  # one synchronisation for all
+    flat = [x.flatten(0, -2) for x in seen]
+    anyone, everyone = torch.stack([x.any(0) for x in flat]), torch.stack([x.all(0) for x in flat])  # [slices, T]
+    place = torch.arange(anyone.shape[1] + 1, device=anyone.device)
+    end = place[1:].where(anyone, 0).amax(1)
+    first = place[:-1].where(anyone, place[-1]).amin(1).minimum(end)
+    whole = place[:-1].where(~everyone & (place[:-1] >= first[:, None]), place[-1]).amin(1).minimum(end)
+    bounds: list[list[int]] = torch.stack([first, whole, end], 1).tolist()  # one synchronisation for all
     return bounds
 
 
 class _Attention(torch.autograd.Function):
     """TwoParts' computation. Both parts share one sum Z of exp(S - top), so with P = exp(S - top) / Z the gradients of
-    scores are P * (dP - <out, d out>), whichever part a score is in. 1 / Z scales rows: it is applied to d out."""
+    scores are P * (dP - <out, d out>), whichever part a score is in. 1 / Z scales rows: it is applied to d out.
+
+    Rows and kv heads are one dimension in front, [BK, A * M, ...]; a slice is C * M of the queries there.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, scale: float, *own: Tensor) -> Tensor:
         (B, A, G, Q, _), K = q.shape, k.shape[2]
-        exact, keep = torch.promote_types(q.dtype, torch.float32), view.keep and any(ctx.needs_input_grad)
-        kept: list[Tensor | None] = []
+        M, exact = Q // K * G, torch.promote_types(q.dtype, torch.float32)
+        keep, kept = view.keep and any(ctx.needs_input_grad), []
+        sizes = [piece.groups * M for piece in view.slices]
         with torch.autocast(q.device.type, enabled=False):
             queries, keys, values = _front(q, K, scale), _turned(k), _turned(v)
-            top = queries.new_full((B, K, A, Q // K * G, 1), -torch.inf, dtype=exact)
-            total, out = torch.zeros_like(top), torch.zeros_like(queries, dtype=exact)
-            near = None
+            near, tops = None, [None] * len(sizes)
             if own:
-                near = (queries @ _gathered(own[0::2]).mT).to(exact)
-                top = near.amax(-1, keepdim=True)
-            for cut, places, hidden in view.slices:
-                p, best = _scores(queries[:, :, cut], keys[:, :, places], hidden, G, exact), top[:, :, cut]
-                if p.numel():
-                    torch.maximum(best, p.amax(-1, keepdim=True), out=best)
-                    p.sub_(best).exp_()
-                    total[:, :, cut] = p.sum(-1, keepdim=True)
-                    out[:, :, cut] = _product(p.to(v.dtype), values[:, :, places])
+                near = _groups(queries, A) @ _gathered(own[0::2]).mT
+                near = near.to(exact).view(B * K, A * M, -1)
+                tops = near.amax(-1, keepdim=True).split(sizes, 1)
+            found = []
+            for piece, part, best in zip(view.slices, queries.split(sizes, 1), tops, strict=True):
+                p = _scores(part, keys[:, piece.places], piece.hidden, (B, K, G), exact)
+                best = _top(p, best)
+                p.sub_(best).exp_()
+                found.append((best, p.sum(-1, keepdim=True), p.to(v.dtype) @ values[:, piece.places]))
                 kept.append(p if keep else None)
+            top, total, out = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             if near is not None:
                 near.sub_(top).exp_()
                 total += near.sum(-1, keepdim=True)
-                out += near.to(v.dtype) @ _gathered(own[1::2])
+                out = _plus(_groups(out.to(exact), A), _groups(near.to(v.dtype), A), _gathered(own[1::2]))
             share = total.reciprocal_()
-            result = _back(out, share, q)
+            result = _back(out, share, q, K)
         ctx.view, ctx.scale, ctx.made = view, scale, (kept, near, top, share)
         ctx.save_for_backward(q, k, v, result, *own)
         return result
@@ -118,70 +119,89 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, out, *own = ctx.saved_tensors
         kept, near, top, share = ctx.made
-        (B, T, K, H), G, exact = k.shape, q.shape[2], top.dtype
+        (B, A, G, _, _), (_, T, K, H), exact = q.shape, k.shape, top.dtype
+        sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
         with torch.autocast(q.device.type, enabled=False):
             queries, keys, values = _front(q, K, ctx.scale), _turned(k), _turned(v)
             mean = _front((d_out.to(exact) * out).sum(-1, keepdim=True), K, share)
             d = _front(d_out, K, share)
-            d_q = torch.zeros_like(queries, dtype=exact)
-            d_k, d_v = (torch.zeros(B, K, T, H, dtype=exact, device=k.device) for _ in "kv")
-            for (cut, places, hidden), p in zip(ctx.view.slices, kept, strict=True):
-                qs, ds, keys_s = queries[:, :, cut], d[:, :, cut], keys[:, :, places]
+            d_k, d_v = (torch.zeros(B * K, T, H, dtype=exact, device=k.device) for _ in "kv")
+            found = []
+            parts = (x.split(sizes, 1) for x in (queries, d, mean, top))
+            for piece, p, qs, ds, less, best in zip(ctx.view.slices, kept, *parts, strict=True):
+                at = piece.places
                 if p is None:
-                    p = _scores(qs, keys_s, hidden, G, exact).sub_(top[:, :, cut]).exp_()
-                d_s = _product(ds, values[:, :, places].mT).to(exact).sub_(mean[:, :, cut]).mul_(p).to(q.dtype)
-                d_v[:, :, places] += p.to(v.dtype).flatten(2, 3).mT @ ds.flatten(2, 3)
-                d_k[:, :, places] += d_s.flatten(2, 3).mT @ qs.flatten(2, 3)
-                d_q[:, :, cut] = _product(d_s, keys_s)
-            d_own: list[Tensor] = []
+                    p = _scores(qs, keys[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
+                d_s = (ds @ values[:, at].mT).to(exact).sub_(less).mul_(p).to(q.dtype)
+                _plus(d_v[:, at], p.to(v.dtype).mT, ds)
+                _plus(d_k[:, at], d_s.mT, qs)
+                found.append(d_s @ keys[:, at])
+            d_q, d_own = torch.cat(found, 1).to(exact), []
             if own:
                 own_k, own_v = _gathered(own[0::2]), _gathered(own[1::2])
+                queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
                 d_s = (d @ own_v.mT).to(exact).sub_(mean).mul_(near).to(q.dtype)
-                d_q += d_s @ own_k
-                widths = [x.shape[2] for x in own[0::2]]
-                # [B, K, A, W, H] of keys and of values
-                parts = (x.split(widths, 3) for x in (d_s.mT @ queries, near.to(v.dtype).mT @ d))
-                d_own = [x.permute(0, 2, 3, 1, 4) for pair in zip(*parts, strict=True) for x in pair]
-        return _back(d_q, ctx.scale, q), d_k.transpose(1, 2).to(k), d_v.transpose(1, 2).to(v), None, None, *d_own
+                _plus(_groups(d_q, A), d_s, own_k)
+                # of keys and of values, [B, K, A, W, H]
+                whole = (x.unflatten(0, (B, K, A)) for x in (d_s.mT @ queries, near.to(v.dtype).mT @ d))
+                pairs = zip(*(x.split([y.shape[2] for y in own[0::2]], 3) for x in whole), strict=True)
+                d_own = [x.permute(0, 2, 3, 1, 4).contiguous() for pair in pairs for x in pair]
+            d_k, d_v = (x.unflatten(0, (B, K)).transpose(1, 2).contiguous().to(k.dtype) for x in (d_k, d_v))
+        return _back(d_q, ctx.scale, q, K), d_k, d_v, None, None, *d_own
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, G: int, dtype: torch.dtype) -> Tensor:
-    """q [B, K, C, M, H] (scaled), k [B, K, S, H] -> [B, K, C, M, S], -inf where hidden."""
-    scores = _product(q, k.mT).to(dtype)
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """q [BK, C * M, H] (scaled), k [BK, S, H]; sizes: B, K, G -> [BK, C * M, S], -inf where hidden."""
+    scores = (q @ k.mT).to(dtype)
     if hidden is not None:
-        partly = scores.unflatten(3, (-1, G))[..., scores.shape[-1] - hidden.shape[-1] :]
+        B, K, G = sizes
+        partly = scores.view(B, K, hidden.shape[2], -1, G, scores.shape[-1])[..., -hidden.shape[-1] :]
         partly.masked_fill_(hidden, -torch.inf)
     return scores
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, K, C, M, N] @ y [B, K, N, S]: one product for all queries of a slice that share keys."""
-    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+def _top(scores: Tensor, other: Tensor | None) -> Tensor:
+    """The largest of scores [BK, N, S] and other [BK, N, 1], as [BK, N, 1]."""
+    if not scores.shape[-1]:
+        return scores.new_full((*scores.shape[:-1], 1), -torch.inf) if other is None else other
+    top = scores.amax(-1, keepdim=True)
+    return top if other is None else torch.maximum(top, other, out=top)
+
+
+def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """total += x @ y, in place."""
+    return total.baddbmm_(x, y) if total.dtype == x.dtype else total.add_(x @ y)
+
+
+def _groups(x: Tensor, A: int) -> Tensor:
+    """[BK, A * M, ...] -> [BKA, M, ...]."""
+    return x.unflatten(1, (A, -1)).flatten(0, 1)
 
 
 def _front(x: Tensor, K: int, scale: Tensor | float) -> Tensor:
-    """[B, A, G, Q, H] -> [B, K, A, M, H], times a number or [B, K, A, M, 1]; in one pass."""
+    """[B, A, G, Q, H] -> [BK, A * M, H], times a number or [BK, A * M, 1]; in one pass."""
     x = x.unflatten(3, (K, -1)).permute(0, 3, 1, 4, 2, 5)
-    by = scale.unflatten(3, x.shape[3:5]) if isinstance(scale, Tensor) else scale
-    return torch.mul(x, by, out=x.new_empty(x.shape)).flatten(3, 4)
+    by = scale.view(*x.shape[:-1], 1) if isinstance(scale, Tensor) else scale
+    return torch.mul(x, by, out=x.new_empty(x.shape)).flatten(2, 4).flatten(0, 1)
 
 
-def _back(x: Tensor, scale: Tensor | float, like: Tensor) -> Tensor:
-    """[B, K, A, M, H], times a number or [B, K, A, M, 1] -> [B, A, G, Q, H] as `like`; in one pass."""
+def _back(x: Tensor, scale: Tensor | float, like: Tensor, K: int) -> Tensor:
+    """[BK, A * M, H], times a number or [BK, A * M, 1] -> [B, A, G, Q, H] as `like`; in one pass."""
+    B, A, G, Q, _ = like.shape
 
     def turn(y: Tensor) -> Tensor:
-        return y.unflatten(3, (-1, like.shape[2])).permute(0, 2, 4, 1, 3, 5)
+        return y.view(B, K, A, Q // K, G, -1).permute(0, 2, 4, 1, 3, 5)
 
-    turned, by = turn(x), turn(scale) if isinstance(scale, Tensor) else scale
-    return torch.mul(turned, by, out=like.new_empty(turned.shape)).flatten(3, 4)
+    x, by = turn(x), turn(scale) if isinstance(scale, Tensor) else scale
+    return torch.mul(x, by, out=like.new_empty(x.shape)).flatten(3, 4)
 
 
 def _turned(x: Tensor) -> Tensor:
-    """[B, T, K, H] -> [B, K, T, H]."""
-    return x.transpose(1, 2).contiguous()
+    """[B, T, K, H] -> [BK, T, H]."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """[B, A, w, K, H] of each part -> [B, K, A, W, H]."""
+    """[B, A, w, K, H] of each part -> [BKA, W, H]."""
     whole = torch.cat(list(parts), 2) if len(parts) > 1 else parts[0]
-    return whole.permute(0, 3, 1, 2, 4).contiguous()
+    return whole.permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()

@@ -10,7 +10,7 @@ the drafter), C slots of a chunk or block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..config import LossConfig
 from ..modeling.vocab import Vocab
 
-_BLOCK_BYTES = {"cpu": 400 << 10, "cuda": 64 << 20}
+_BLOCK_BYTES = {"cpu": 800 << 10, "cuda": 64 << 20}
 """Of one float32 tensor [C, V] of a block."""
 
 Span = tuple[int, int, int, int]
@@ -71,25 +71,26 @@ class Divergence(torch.autograd.Function):
 
 def block_terms(
     logits: Tensor, p: Tensor, which: Tensor, label: Tensor, known: Tensor | None, share: Tensor | None,
-    weights: tuple[float, float, float], grad: bool,
+    weights: tuple[float, float, float], grad: bool, room: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logits [C, Vd], teacher p [P, Vd] in float32, which [C] row of p, label [C, 1], where it is `known` [C, 1] (None:
     everywhere), target's mass on what can be drafted `share` [C, 1] (None: 1), weights of ce, kl and tv -> four
     [C, 1]: Z = sum of e, e = exp(logits - largest); logit of the label and p's mean one, less the largest; Z L1.
-    The logits are overwritten: with `grad`, unit(weights) / Z times what they then hold is their gradient.
+    The logits are overwritten: with `grad`, unit(weights) / Z times what they then hold is their gradient. room: three
+    [C, Vd] in p's dtype to work in.
 
     d ce = q - onehot; d kl = share q - p; d L1 = q (s - <q, s>) with s = sign(q - p). Passes over [C, Vd] are what
     this costs: so q = e / Z stays e, and gradients stay divided by one of the weights. All between is in p's dtype.
     """
     ce_weight, kl_weight, tv_weight = (w / _unit(weights) for w in weights)
-    x = logits.to(p.dtype)
+    x, d, spare = _into(room[0], logits, p.dtype), room[1], room[2]
     x = x.sub_(x.amax(-1, keepdim=True))
-    at_label, d = x.gather(-1, label), p.index_select(0, which)
-    mean = (d * x).sum(-1, keepdim=True) if kl_weight else at_label
+    at_label, d = x.gather(-1, label), torch.index_select(p, 0, which, out=d)
+    mean = torch.mul(d, x, out=spare).sum(-1, keepdim=True) if kl_weight else at_label
     e = x.exp_()
     z = e.sum(-1, keepdim=True)
     d = torch.addcmul(e, d, z.neg(), out=d)  # Z (q - p)
-    l1 = d.abs().sum(-1, keepdim=True)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
+    l1 = torch.abs(d, out=spare).sum(-1, keepdim=True)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
     if not grad:
         return z, at_label, mean, l1
     plain = known is None and share is None
@@ -97,7 +98,7 @@ def block_terms(
     if share is not None:
         pull = pull + kl_weight * (share - 1)
     if tv_weight:
-        signed = d.sign().mul_(e)
+        signed = torch.sign(d, out=spare).mul_(e)
         g = torch.addcmul(signed, e, pull - signed.sum(-1, keepdim=True) / z, out=e)
     elif plain:
         g = e if ce_weight else d
@@ -119,9 +120,14 @@ def _unit(weights: tuple[float, float, float]) -> float:
     return tv or ce or kl
 
 
-def law(logits: Tensor, dtype: torch.dtype) -> Tensor:
+def _into(room: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`: itself, or a copy in `room`."""
+    return x if x.dtype == dtype else x.to(dtype) if room is None else room.copy_(x)
+
+
+def law(logits: Tensor, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
     """softmax(logits) [P, V] in `dtype`; may overwrite the logits. Apart, its steps take half of softmax's time."""
-    e = logits.to(dtype)
+    e = _into(room, logits, dtype)
     e = e.sub_(e.amax(-1, keepdim=True)).exp_()
     return e.mul_(e.sum(-1, keepdim=True).reciprocal_())
 
@@ -159,8 +165,11 @@ class _Work:
         which = self.which[cut] - first.repeat_interleave(torch.tensor(sizes, device=h.device), output_size=len(h))
         knowns = [None] * len(blocks) if known is None else known.split(sizes)
         views = zip(*(x.split(sizes) for x in (logits, base, r, which, label)), knowns, seen.split(places), strict=True)
+        # blocks work in one place, which stays in a cache; on CUDA and in compiled code that is not ours to say
+        blank = None if h.is_cuda else h.new_empty(max(places), self.vocab.size, dtype=self.exact)
+        room = [] if h.is_cuda else [h.new_empty(max(sizes), len(self.head), dtype=self.exact) for _ in range(3)]
         for x, under, row, here, token, sure, target in views:
-            p, mass = self.vocab.keep(law(target, self.exact))
+            p, mass = self.vocab.keep(law(target, self.exact, None if blank is None else blank[: len(target)]))
             share = None if mass is None else mass[here, None]
             scores, tanh = x, None
             if cap is not None:
@@ -170,7 +179,8 @@ class _Work:
                     scores = scores.addmm_(row.to(scores.dtype), self.w2.T.to(scores.dtype))
             # a size of 1 would be a graph of its own
             terms = self.terms if len(x) > 1 and len(p) > 1 else block_terms
-            found.append(terms(scores, p, here, token, sure, share, weights, out.wanted))
+            own = [y[: len(x)] for y in room] if terms is block_terms and room else [None] * 3
+            found.append(terms(scores, p, here, token, sure, share, weights, out.wanted, own))
             shares += [] if share is None else [share]
             if tanh is not None and out.wanted:
                 x.copy_(scores)
