@@ -107,18 +107,18 @@ class _Attention(torch.autograd.Function):
             if near is not None:
                 near.sub_(top).exp_()
                 total += near.sum(-1, keepdim=True)
-                out = _plus(_groups(out.to(exact), A), _groups(near.to(v.dtype), A), _gathered(own[1::2]))
+                out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ _gathered(own[1::2]))
             share = total.reciprocal_()
             result = _back(out, share, q, K)
-        ctx.view, ctx.scale, ctx.made = view, scale, (kept, near, top, share)
-        ctx.save_for_backward(q, k, v, result, *own)
+        ctx.view, ctx.scale = view, scale
+        ctx.save_for_backward(q, k, v, result, near, top, share, *kept, *own)
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, out, *own = ctx.saved_tensors
-        kept, near, top, share = ctx.made
+        q, k, v, out, near, top, share, *rest = ctx.saved_tensors
+        kept, own = rest[: len(ctx.view.slices)], rest[len(ctx.view.slices) :]
         (B, A, G, _, _), (_, T, K, H), exact = q.shape, k.shape, top.dtype
         sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
         with torch.autocast(q.device.type, enabled=False):
