@@ -177,7 +177,7 @@ def test_a_recipe_that_does_not_fit_says_so(planned):
 
 
 def test_what_backward_keeps_is_what_is_planned(tmp_path):
-    """The same count on a real drafter of the same shape: within 2 %, for fake tensors replay the real operations."""
+    """The same count on a real drafter of the same shape, for fake tensors replay the real operations."""
     from deepspec.train.plan import _dry_run, _Kept
 
     hf = helpers.hf_model("qwen3").config
@@ -200,7 +200,8 @@ def test_what_backward_keeps_is_what_is_planned(tmp_path):
     with kept:
         hidden = drafter.hidden(batch, anchors)
         drafter.rows(hidden, batch.tokens[:, :1, None].expand(*hidden.shape[:-1]))
-    assert math.isclose(run.kept, kept.bytes, rel_tol=0.02)
+    # planned without knowing where anchors fall: as if each slice of them saw the whole row
+    assert kept.bytes <= run.kept <= 1.05 * kept.bytes
 
 
 def test_command_line(tmp_path):
