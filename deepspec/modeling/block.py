@@ -46,15 +46,13 @@ class BlockConfig(DrafterConfig):
     """Width of its MLPs; None is the target's, in proportion to `width`."""
     sliding_window: int | None = None
     """Context a slot sees, itself counted: the positions less than this far before it; None is all."""
-    draft_vocab_size: int | None = None
-    """Vd: how many of the target's tokens can be drafted; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_draft_layers >= 1, f"drafter.num_draft_layers must be >= 1, got {self.num_draft_layers}")
         require(self.num_anchors >= 1, f"drafter.num_anchors must be >= 1, got {self.num_anchors}")
         require(self.mask_token_id >= 0, f"drafter.mask_token_id must be >= 0, got {self.mask_token_id}")
-        for name in ("width", "mlp_width", "draft_vocab_size"):
+        for name in ("width", "mlp_width"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"drafter.{name} must be >= 1 or None, got {value}")
         require(
@@ -66,10 +64,6 @@ class BlockConfig(DrafterConfig):
             self.sample_from_anchor or self.block_size >= 2,
             "drafter.block_size must be >= 2 where sample_from_anchor is false: one place is the anchor's",
         )
-
-    @property
-    def draft_size(self) -> int | None:
-        return self.draft_vocab_size
 
     def check_target(self, *, num_layers: int, vocab_size: int, special_ids: dict[str, Sequence[int]]) -> None:
         super().check_target(num_layers=num_layers, vocab_size=vocab_size, special_ids=special_ids)

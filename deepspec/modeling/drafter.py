@@ -91,6 +91,8 @@ class DrafterConfig(Checked, ABC):
     """Draft tokens proposed a round."""
     target_layer_ids: tuple[int, ...]
     """0-based target layers whose outputs the drafter reads; strictly increasing."""
+    draft_vocab_size: int | None = None
+    """Vd: how many of the target's tokens can be drafted; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,17 +102,14 @@ class DrafterConfig(Checked, ABC):
             len(ids) > 0 and list(ids) == sorted(set(ids)),
             f"drafter.target_layer_ids must be non-empty and strictly increasing, got {ids}",
         )
+        size = self.draft_vocab_size
+        require(size is None or size >= 1, f"drafter.draft_vocab_size must be >= 1 or None, got {size}")
         require(ids[0] >= 0, f"drafter.target_layer_ids must be >= 0 (0 is the first decoder layer), got {ids}")
 
     @property
     def has_confidence(self) -> bool:
         """Whether the drafter will have a confidence head to train."""
         return False
-
-    @property
-    def draft_size(self) -> int | None:
-        """How many of the target's tokens the drafter will draft from; None: all."""
-        return None
 
     @property
     def confidence_temperatures(self) -> tuple[float, ...]:

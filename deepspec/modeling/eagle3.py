@@ -41,8 +41,6 @@ class Eagle3Config(DrafterConfig):
     """Always 1: the layer runs once for every drafted token, and servers disagree about what a second one reads."""
     qk_norm: bool = False
     """Norms on queries and keys, as in DeepSpec's checkpoints. No other server or trainer of Eagle3 knows them."""
-    draft_vocab_size: int | None = None
-    """Vd: how many of the target's tokens can be drafted; None: all."""
     num_anchors: int | None = None
     """Positions drafted from per training sequence, at random where there are more; None: every one."""
     norm_before_residual: bool = False
@@ -64,17 +62,9 @@ class Eagle3Config(DrafterConfig):
             "drafter.norm_before_fc and drafter.fc_norm: at most one can be true",
         )
         require(
-            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
-            f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}",
-        )
-        require(
             self.num_anchors is None or self.num_anchors >= 1,
             f"drafter.num_anchors must be >= 1 or None, got {self.num_anchors}",
         )
-
-    @property
-    def draft_size(self) -> int | None:
-        return self.draft_vocab_size
 
     def build(self, spec: BlockSpec, vocab: Vocab) -> Eagle3:
         return Eagle3(self, spec, vocab)

@@ -25,7 +25,7 @@ def check(init: str) -> None:
 def vocabulary(config: Config, vocab: Vocab, rows: Rows) -> Vocab:
     """What a new drafter drafts from: of the target's tokens those that `rows` supervise most, or those that the
     drafter it starts from drafts, with its head, where they are as many."""
-    size = config.drafter.draft_size
+    size = config.drafter.draft_vocab_size
     if size is not None and config.train.init not in ("random", "target"):
         theirs = draft_vocab.from_tensors(vocab, read_tensors(find_drafter(config.train.init)))
         if theirs.draft_size == size:

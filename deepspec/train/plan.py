@@ -113,7 +113,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     config.drafter.check_target(num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids=special)
     dtype = _target_dtype(config, text)
     T, D, V = config.data.max_length, family.block.dim, text.vocab_size
-    Vd = config.drafter.draft_size or V
+    Vd = config.drafter.draft_vocab_size or V
     run = _dry_run(config, family, V, T)
     layers = _layer_parameters(text)
     L, size = len(config.drafter.target_layer_ids), dtype.itemsize
@@ -193,7 +193,7 @@ def _dry_run(config: Config, family: Family, V: int, T: int) -> _DryRun:
     if config.train.precision == "bf16":
         cast = torch.autocast("cpu", dtype=torch.bfloat16)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        size = config.drafter.draft_size
+        size = config.drafter.draft_vocab_size
         vocab = Vocab(
             torch.empty(V, D), torch.empty(V, D), softcap=family.softcap, embed_scale=family.embed_scale,
             kept=None if size is None else torch.arange(size),
