@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sequences", nargs="+", type=int, default=[320], help="training sequences of a run")
+    parser.add_argument("--epochs", type=int, default=1, help="of those sequences")
     parser.add_argument("--vary", nargs="+", default=[], metavar="NAME:KEY=VALUE[,...]", help="each recipe in each way")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="in every run")
     parser.add_argument("--prompts", type=int, default=60, help="held out and decoded")
@@ -56,7 +57,7 @@ def main() -> None:
     write_text(prompts, "".join(json.dumps({"id": r["id"], "prompt_ids": r["prompt_ids"]}) + "\n" for r in held_out))
     for size in args.sequences:
         write_text(args.out / f"train-{size}.jsonl", "".join(json.dumps(r) + "\n" for r in rows[:size]))
-    targets = {train(run, args.out) for run in todo}
+    targets = {train(run, args.out, args.epochs) for run in todo}
     if len(targets) != 1:
         raise InputError(f"--config: recipes of one target can be compared, not of {', '.join(sorted(targets))}")
     command = [
@@ -96,10 +97,10 @@ def runs(recipes: list[Path], vary: list[str], common: list[str], sizes: list[in
     return found
 
 
-def train(run: Run, out: Path) -> str:
+def train(run: Run, out: Path, epochs: int) -> str:
     """Train one drafter, or go on with it, or find it finished; returns its target."""
     data, folder = out / f"train-{run.sequences}.jsonl", out / run.name
-    settings = [*run.overrides, f'data.path=("{data}",)', f"out={folder}", "train.epochs=1"]
+    settings = [*run.overrides, f'data.path=("{data}",)', f"out={folder}", f"train.epochs={epochs}"]
     config = deepspec.load_config(run.recipe, *settings)
     finished = folder / "drafter" / "config.json"
     if not finished.is_file():

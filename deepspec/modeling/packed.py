@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .sizes import few
+
 ROWS = 8
 """Rows of the products the layout is made for; it serves any number."""
 
@@ -39,7 +41,10 @@ class Packed:
             with torch.inference_mode(False):
                 self._source = weight.detach(), weight._version
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._source[0], ROWS)
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        rows = x.flatten(0, -2)
+        padded = F.pad(rows, (0, 0, 0, few(len(rows)) - len(rows)))
+        y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, bias, "none", [], "")
+        return y[: len(rows)].view(*x.shape[:-1], -1)
 
     def __deepcopy__(self, memo: object) -> "Packed":
         return Packed()

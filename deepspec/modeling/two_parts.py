@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .sizes import rounded
+
 SLICE = 128
 """Fewest queries of a slice, heads that share keys counted."""
 SCORES_ALIVE = 1 << 25
@@ -45,7 +47,8 @@ class TwoParts:
         cuts = [slice(start, min(start + width, A)) for start in range(0, A, width)]
         seen = [sees(cut) for cut in cuts]
         self.slices: list[_Slice] = []
-        for cut, mask, (first, whole, end) in zip(cuts, seen, _bounds(seen), strict=True):
+        for cut, mask, bounds in zip(cuts, seen, _bounds(seen), strict=True):
+            first, whole, end = _widened(*bounds, T, mask.device.type)
             hidden = None if whole == end else ~mask[:, None, :, None, :, whole:end]
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
@@ -74,6 +77,13 @@ def _bounds(seen: list[Tensor]) -> list[list[int]]:
     whole = place[:-1].where(~everyone & (place[:-1] >= first[:, None]), place[-1]).amin(1).minimum(end)
     bounds: list[list[int]] = torch.stack([first, whole, end], 1).tolist()  # one synchronisation for all
     return bounds
+
+
+def _widened(first: int, whole: int, end: int, T: int, device: str) -> tuple[int, int, int]:
+    """Bounds of a slice, a few places more where its size would be a new one for the machine."""
+    size = min(T, rounded(end - first, device))
+    start = max(0, min(first, T - size))
+    return start, start if start < first else whole, start + size
 
 
 class _Attention(torch.autograd.Function):

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import LossConfig
+from ..modeling.sizes import rounded
 from ..modeling.vocab import Vocab
 
-_BLOCK_BYTES = {"cpu": 800 << 10, "cuda": 64 << 20}
+_BLOCK_BYTES = {"cpu": 1600 << 10, "cuda": 64 << 20}
 """Of one float32 tensor [C, V] of a block."""
 
 Span = tuple[int, int, int, int]
@@ -125,11 +126,14 @@ def _into(room: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype) if room is None else room.copy_(x)
 
 
-def law(logits: Tensor, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
-    """softmax(logits) [P, V] in `dtype`; may overwrite the logits. Apart, its steps take half of softmax's time."""
+def law(logits: Tensor, vocab: Vocab, dtype: torch.dtype, room: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The target's logits [P, V] -> its law in `dtype` on what a drafter keeps [P, Vd], and the sum of that [P], None
+    where it is 1; may overwrite the logits. Apart, softmax's steps take half of its time."""
     e = _into(room, logits, dtype)
     e = e.sub_(e.amax(-1, keepdim=True)).exp_()
-    return e.mul_(e.sum(-1, keepdim=True).reciprocal_())
+    by = e.sum(-1, keepdim=True).reciprocal_()
+    part, mass = vocab.keep(e)
+    return part.mul_(by), None if mass is None else mass * by[:, 0]
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,8 @@ class _Work:
         """h [C, D], r [C, R], the target's logits at its positions `seen` [P, V], weight [C]."""
         c, cap, markov = self.config, self.vocab.softcap, self.w2.numel() > 0
         weights = c.ce, c.kl, c.tv
+        number, size = len(h), rounded(len(h), h.device.type, h.dtype)
+        h, r = (F.pad(x, (0, 0, 0, size - number)) for x in (h, r))  # the logits of what is added are 0, and stay so
         logits = F.linear(h, self.head)
         base = logits.clone() if cap is not None and markov else logits  # the cap is on the base logits only
         if cap is None and markov:
@@ -162,14 +168,15 @@ class _Work:
         # views of all blocks at once: there are many, and a block's passes are short
         sizes, places = [sb - sa for _, _, sa, sb in blocks], [pb - pa for pa, pb, _, _ in blocks]
         first = torch.tensor([pa for pa, *_ in blocks], device=h.device)
-        which = self.which[cut] - first.repeat_interleave(torch.tensor(sizes, device=h.device), output_size=len(h))
+        which = self.which[cut] - first.repeat_interleave(torch.tensor(sizes, device=h.device), output_size=number)
         knowns = [None] * len(blocks) if known is None else known.split(sizes)
-        views = zip(*(x.split(sizes) for x in (logits, base, r, which, label)), knowns, seen.split(places), strict=True)
+        by_slot = (x[:number].split(sizes) for x in (logits, base, r, which, label))
+        views = zip(*by_slot, knowns, seen.split(places), strict=True)
         # blocks work in one place, which stays in a cache; on CUDA and in compiled code that is not ours to say
         blank = None if h.is_cuda else h.new_empty(max(places), self.vocab.size, dtype=self.exact)
         room = [] if h.is_cuda else [h.new_empty(max(sizes), len(self.head), dtype=self.exact) for _ in range(3)]
         for x, under, row, here, token, sure, target in views:
-            p, mass = self.vocab.keep(law(target, self.exact, None if blank is None else blank[: len(target)]))
+            p, mass = law(target, self.vocab, self.exact, None if blank is None else blank[: len(target)])
             share = None if mass is None else mass[here, None]
             scores, tanh = x, None
             if cap is not None:
@@ -193,7 +200,8 @@ class _Work:
             out.kl[cut] = (log_z if share is None else log_z * share) - mean
         out.l1[cut] = l1 / z if share is None else l1 / z + (1 - share).clamp(min=0)
         if out.wanted:
-            out.add(cut, logits, base, r, self.head, self.w2, weight / z * _unit(weights))
+            scale = F.pad(weight / z * _unit(weights), (0, size - number))
+            out.add(cut, logits, base, r, self.head, self.w2, scale)
 
 
 @dataclass
@@ -217,10 +225,12 @@ class _Results:
         return _Results(ce, kl, l1, d_h, d_r, d_w2, grad)
 
     def add(self, cut: slice, g: Tensor, g_base: Tensor, r: Tensor, head: Tensor, w2: Tensor, weight: Tensor) -> None:
-        """g [C, Vd]: the gradient by a slot's logits, to be scaled by `weight` [C]; g_base: by those before the cap."""
-        self.d_h[cut] = (g_base @ head).to(self.d_h.dtype).mul_(weight[:, None])
+        """g [C, Vd]: the gradient by a slot's logits, to be scaled by `weight` [C]; g_base: by those before the cap.
+        Rows past those of `cut` are 0."""
+        n = cut.stop - cut.start
+        self.d_h[cut] = (g_base @ head)[:n].to(self.d_h.dtype).mul_(weight[:n, None])
         if w2.numel():
-            self.d_r[cut] = (g @ w2).to(self.d_r.dtype).mul_(weight[:, None])
+            self.d_r[cut] = (g @ w2)[:n].to(self.d_r.dtype).mul_(weight[:n, None])
             self.d_w2 += (r * weight[:, None]).to(g.dtype).T @ g
 
     def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -23,6 +23,7 @@ from ..data.ahead import Ahead
 from ..data.batches import Batches
 from ..data.loader import Loader
 from ..modeling.drafter import Drafter
+from ..modeling.sizes import few
 from . import compiling, optim
 from .distributed import World, Wrapped, local, whole
 from .objective import Metrics
@@ -45,9 +46,12 @@ class Stepper:
         self.config, self.world, self.drafter = config, world, drafter
         self.loader, self.source, self.total, self.stop = loader, source, total, stop
         self.ahead = Ahead(source)
-        if world.device.type == "cuda" and compiling.wanted(config.train.compile, world.device):
-            most = config.data.pack_tokens or config.data.max_length
-            source.width = functools.partial(compiling.width, most=most)
+        if world.device.type == "cuda":
+            if compiling.wanted(config.train.compile, world.device):
+                most = config.data.pack_tokens or config.data.max_length
+                source.width = functools.partial(compiling.width, most=most)
+        elif config.train.precision == "bf16":
+            source.width = few
         unused = drafter.has_confidence and not config.loss.confidence
         module = compiling.objective(drafter, config.loss, config.train.compile, world.device)
         self.wrapped = Wrapped(module, world, config.train.sharding, unused=unused)
@@ -71,11 +75,12 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             return None
         params = [p for p in self.drafter.parameters() if p.grad is not None]
+        grads = [p.grad for p in params if p.grad is not None]
         # gradients of sums, averaged over processes; divided once by the weight of the whole step they are exact
-        # whatever the passes and processes
+        # whatever the passes and processes. Division and clipping are one pass over them.
         weight = sums["loss"][1].clamp(min=1e-8) / self.world.size
-        torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], weight)
-        norm = whole(torch.nn.utils.clip_grad_norm_(params, train.clip))
+        norm = whole(torch.nn.utils.get_total_norm(grads)) / weight
+        torch._foreach_mul_([local(g) for g in grads], (train.clip / (norm + 1e-6)).clamp(max=1) / weight)
         if not bool((norm + sums["loss"][0]).isfinite()):
             self._not_finite(step, whole_step)
         self.optimizer.step()
