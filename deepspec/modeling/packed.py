@@ -41,7 +41,8 @@ class Packed:
             with torch.inference_mode(False):
                 self._source = weight.detach(), weight._version
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._source[0], ROWS)
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
+        # few numbers of rows, for each of which oneDNN makes a kernel
         padded = F.pad(rows, (0, 0, 0, few(len(rows)) - len(rows)))
         y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, bias, "none", [], "")
         return y[: len(rows)].view(*x.shape[:-1], -1)

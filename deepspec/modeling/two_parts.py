@@ -47,8 +47,8 @@ class TwoParts:
         cuts = [slice(start, min(start + width, A)) for start in range(0, A, width)]
         seen = [sees(cut) for cut in cuts]
         self.slices: list[_Slice] = []
-        for cut, mask, bounds in zip(cuts, seen, _bounds(seen), strict=True):
-            first, whole, end = _widened(*bounds, T, mask.device.type)
+        for cut, mask, (first, whole, end) in zip(cuts, seen, _bounds(seen), strict=True):
+            first, whole, end = _widened(first, whole, end, T, mask.device.type)
             hidden = None if whole == end else ~mask[:, None, :, None, :, whole:end]
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
