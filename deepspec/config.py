@@ -50,6 +50,14 @@ class LossConfig(Checked):
         return max(64, (32 << 20) // row) if self.chunk is None else self.chunk
 
 
+def _files(given: Any) -> Any:
+    """One file or several as a tuple, ~ expanded; what is neither is left to the check of types."""
+    given = (given,) if isinstance(given, str | Path) else given
+    if not isinstance(given, tuple):
+        return given
+    return tuple(os.path.expanduser(p) if isinstance(p, str | Path) else p for p in given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked):
     """Where training rows come from (`deepspec.data`)."""
@@ -77,10 +85,8 @@ class DataConfig(Checked):
     such rows are counted and never trained on."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, str | Path):
-            object.__setattr__(self, "path", (str(self.path),))
+        object.__setattr__(self, "path", _files(self.path))
         super().__post_init__()
-        object.__setattr__(self, "path", tuple(os.path.expanduser(p) for p in self.path))
         object.__setattr__(self, "features", os.path.expanduser(self.features))
         require(len(self.path) > 0, "data.path must name at least one JSONL file")
         require(self.max_length >= 2, f"data.max_length must be >= 2, got {self.max_length}")
@@ -185,8 +191,7 @@ class ValidateConfig(Checked):
     """Prompt i of a file is decoded with seed + i."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, str | Path):
-            object.__setattr__(self, "path", (str(self.path),))
+        object.__setattr__(self, "path", _files(self.path))
         super().__post_init__()
         for name in ("every", "prompts", "max_new_tokens", "concurrency"):
             require(getattr(self, name) >= 1, f"validate.{name} must be >= 1, got {getattr(self, name)}")
