@@ -20,7 +20,19 @@ from deepspec.eval import arguments, calibrate, load, plots, profile, rounds
 from deepspec.eval.closed_loop import Load, serve, simulate
 from deepspec.eval.cost import Additive, Profile, load_profile
 from deepspec.eval.figures import Models
-from deepspec.eval.probing import OFF, Measured, Probe, additive, measure, nonnegative, number_of_rounds, table
+from deepspec.eval.probing import (
+    OFF,
+    OFTEN,
+    Measured,
+    Probe,
+    additive,
+    found,
+    measure,
+    nonnegative,
+    number_of_rounds,
+    planned,
+    table,
+)
 from deepspec.eval.schedule import threshold, verify_all
 from deepspec.eval.settings import Contender, EvalConfig
 from deepspec.eval.throughput import throughput
@@ -148,6 +160,18 @@ def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
     assert list(found.step) == [3, 7, 11, 3 + 3 * G]
     assert len(ticks) == number_of_rounds(G, 3, 2, 4)
     assert {found.plain, found.off, *found.step.values()} <= {1.0, 2.0}
+
+
+def test_a_plan_and_what_was_found():
+    """Every size as often as asked, no drafting OFTEN times that, after a warm-up of the largest; medians by hand, rounds
+    past the plan's end ignored."""
+    plan = planned(3, 2, repeats=2, sizes=3, warmup=4)
+    assert plan[:4] == [6] * 4 and sorted(plan[4:]) == [OFF] * 2 * OFTEN + [0, 0, 3, 3, 6, 6]
+    assert planned(3, 2, repeats=2, sizes=3, seed=1) != planned(3, 2, repeats=2, sizes=3, seed=2)
+    seconds = {OFF: 1.0, 0: 2.0, 3: 4.0, 6: 8.0}
+    spent = [seconds[kind] for kind in plan[4:]]
+    spent[plan[4:].index(3)] = 5.0
+    assert found(2, plan[4:], [*spent, 99.0], [0.5, 9.0, 0.7]) == Measured(2, 0.7, 1.0, {2: 2.0, 5: 4.5, 8: 8.0})
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -331,6 +355,15 @@ def test_the_whole_path(models, capsys):
     assert [r["simulated_throughput"] for r in again] == [r["simulated_throughput"] for r in rows]
     assert all(r["measured_throughput"] is None for r in again)
     assert "verify_all" in capsys.readouterr().out and (out / "load.md").read_text().count("|") > 20
+    # without a profile a probe takes turns with the schedules; two repeats measure each size, medians of them count
+    beside = ["--traces", str(out / "traces.jsonl"), "--concurrency", "2", "--schedule", "verify_all", "lagged"]
+    load.run([*common, *prompts, *beside, "--rounds", "5", "--repeats", "2"])
+    made = json.loads((out / "profile.json").read_text())["deepspec"]
+    (measured,) = made["measured"]
+    assert measured["requests"] == 2 and made["plain_seconds"][0] > 0
+    assert {tokens for tokens, _ in measured["step"]} == {2 + n for n in planned(G, 2, 1) if n != OFF}
+    rows = json.loads((out / "load.json").read_text())["rows"]
+    assert all(r["measured_throughput"] > 0 and r["simulated_throughput"] > 0 for r in rows) and len(rows) == 3
     if plots.available():
         assert all(
             (out / name).read_bytes()[:4] == b"\x89PNG" for name in ("reliability.png", "profile.png", "load.png")

@@ -37,6 +37,16 @@ class Load:
     rounds: int
     verified: int
 
+    @staticmethod
+    def of(users: int, rounds: Sequence[Round]) -> Load:
+        return Load(
+            users,
+            sum(r.committed for r in rounds),
+            sum(r.seconds for r in rounds),
+            len(rounds),
+            sum(r.verified for r in rounds),
+        )
+
     @property
     def throughput(self) -> float:
         """Tokens per second of all users."""
@@ -69,13 +79,35 @@ def serve(
     seed: int = 0,
     clock: Time = "wall",
 ) -> dict[str, Load]:
+    """What each contender does with so many users, as `watch` has it."""
+    how: dict[str, Any] = dict(rounds=rounds, warmup=warmup, sampling=sampling, seed=seed, clock=clock)
+    watched = watch(target, contenders, prompts, users, **how)
+    return {name: Load.of(users, seen) for name, seen in watched.items()}
+
+
+def warmup_of(users: int) -> int:
+    """By default: 8 rounds, or as many as a schedule needs to have a history."""
+    return max(8, 2 + MEMORY // users)
+
+
+def watch(
+    target: Target,
+    contenders: Mapping[str, Contender],
+    prompts: Sequence[Sequence[int]],
+    users: int,
+    *,
+    rounds: int,
+    warmup: int | None = None,
+    sampling: Sampling,
+    seed: int = 0,
+    clock: Time = "wall",
+) -> dict[str, list[Round]]:
     """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted, nor those
-    in which a prompt is read. Users take the prompts in turn. By default the warm-up is 8 rounds, or as many as a
-    schedule needs to have a history.
+    in which a prompt is read. Users take the prompts in turn.
 
     Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
     """
-    warmup = max(8, 2 + MEMORY // users) if warmup is None else warmup
+    warmup = warmup_of(users) if warmup is None else warmup
     turns, logs, failures = Turns(len(contenders)), [], []
     endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
 
@@ -108,17 +140,7 @@ def serve(
         thread.join()
     if failures:
         raise failures[0]
-    return {name: _load(users, log.full(users)[warmup:]) for name, log in zip(contenders, logs)}
-
-
-def _load(users: int, full: Sequence[Round]) -> Load:
-    return Load(
-        users,
-        sum(r.committed for r in full),
-        sum(r.seconds for r in full),
-        len(full),
-        sum(r.verified for r in full),
-    )
+    return {name: log.full(users)[warmup:] for name, log in zip(contenders, logs)}
 
 
 def simulate(

@@ -30,7 +30,10 @@ def parser() -> Parser:
     p.add("--concurrency", type=whole_numbers, default="1,4,16,32", help="numbers of users, with commas between")
     p.add("--schedule", nargs="+", default=["verify_all", "threshold:0.5", "throughput", "lagged"], help="schedules")
     p.add(
-        "--profile", type=Path, help="of deepspec.eval.profile; measured here by default, and written beside the rest"
+        "--profile",
+        type=Path,
+        help="of deepspec.eval.profile; by default measured here, first for the schedules, then "
+        "beside them for the simulation, and written beside the rest",
     )
     p.add("--traces", type=Path, help="traces.jsonl of deepspec.eval.calibrate, for the simulation; none without it")
     p.add("--sts", type=Path, help="sts.json of deepspec.eval.calibrate; by default the drafter's own temperatures")
@@ -92,14 +95,15 @@ def write(args: Any, profile: "Profile", real: "dict[tuple[str, int], list[Load]
 def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[tuple[str, int], list[Load]]]]":
     """After every repeat the profile, and what was served so far: (schedule, users) -> one a repeat.
 
-    Where no profile is given each repeat measures one first, and the medians of all count: a
-    machine that slows down slows both alike.
+    Schedules go by the given profile, or by one measured before the first repeat. That one the simulation cannot go by:
+    the machine was otherwise busy, and no servers took turns. So where none is given a probe takes turns with the
+    schedules, and the profile is what it and plain decoding took there.
     """
     from tqdm import tqdm
 
     from ..sampling import Sampling
-    from .closed_loop import Contender, serve
-    from .probing import Measured, merged
+    from .closed_loop import Contender, Load, warmup_of, watch
+    from .probing import Probe, found, merged, planned
     from .profile import describe, make
     from .rounds import BUDGET
     from .settings import make_schedule
@@ -108,23 +112,32 @@ def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[
     prompts = [p.prompt_ids for p in load_prompts(args.prompts, target, BUDGET)]
     sampling = Sampling(temperature=args.temperature)
     names = (NONE, *args.schedule)
-    found: dict[tuple[str, int], list[Load]] = {(name, users): [] for users in args.concurrency for name in names}
-    measured: list[Measured] = []
+    loads: dict[tuple[str, int], list[Load]] = {(name, users): [] for users in args.concurrency for name in names}
+    profile = given or make(target, drafter, prompts, args.concurrency, sampling, 5, args.seed, args.clock)[0]
+    believed, measured = profile.cost, []
     with tqdm(total=len(args.concurrency) * args.repeats, unit="run", desc="load", disable=None) as bar:
         for repeat in range(args.repeats):
-            seed, profile = args.seed + 100_000 * repeat, given
-            if profile is None:
-                measured += make(target, drafter, prompts, args.concurrency, sampling, 5, seed, args.clock)[1]
-                profile = describe(merged(measured), target, prompts, sampling, args.clock)
+            seed = args.seed + 100_000 * repeat
             for users in args.concurrency:
                 contenders: dict[str, Contender] = {NONE: (None, None)}
-                contenders |= {name: (drafter, make_schedule(name, profile.cost)) for name in args.schedule}
-                how: dict[str, Any] = dict(sampling=sampling, seed=seed, clock=args.clock)
-                how["rounds"] = rounds_of(args.rounds, users)
-                for name, one in serve(target, contenders, prompts, users, **how).items():
-                    found[name, users].append(one)
+                contenders |= {name: (drafter, make_schedule(name, believed)) for name in args.schedule}
+                rounds, warmup = rounds_of(args.rounds, users), warmup_of(users)
+                # as many rounds as the others', and each size twice at least
+                plan = planned(drafter.num_slots, users, max(2, rounds // 11), seed=seed, warmup=warmup)
+                if given is None:
+                    contenders["probe"] = drafter, Probe(plan, users)
+                    rounds = max(rounds, len(plan) - warmup)
+                how: dict[str, Any] = dict(sampling=sampling, seed=seed, clock=args.clock, rounds=rounds, warmup=warmup)
+                watched = watch(target, contenders, prompts, users, **how)
+                for name in names:
+                    loads[name, users].append(Load.of(users, watched[name]))
+                if given is None:
+                    drafted, plain = ([r.seconds for r in watched[name]] for name in ("probe", NONE))
+                    measured.append(found(users, plan[warmup:], drafted, plain))
                 bar.update()
-            yield profile, found
+            if given is None:
+                profile = describe(merged(measured), target, prompts, sampling, args.clock)
+            yield profile, loads
 
 
 def rounds_of(rounds: int, users: int) -> int:

@@ -85,8 +85,7 @@ def measure(
     drafting off, OFTEN times that, in a random order after a warm-up. `tick` is called once a round. Prompts are taken
     in turn, and rounds that read one are left out."""
     slots = drafter.num_slots
-    kinds = [*[OFF] * OFTEN, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
-    plan = [*[kinds[-1]] * WARMUP, *np.random.default_rng(seed).permutation(kinds * repeats).tolist()]
+    plan = planned(slots, requests, repeats, sizes, seed)
 
     def rounds(drafter: Drafter | None, schedule: Any, number: int) -> list[float]:
         ticked = 0
@@ -109,10 +108,24 @@ def measure(
                 pass
         return [r.seconds for r in log.full(requests)]
 
+    drafted = rounds(drafter, Probe(plan, requests), len(plan))
+    plain = rounds(None, None, WARMUP + OFTEN * repeats)
+    return found(requests, plan[WARMUP:], drafted[WARMUP:], plain[WARMUP:])
+
+
+def planned(slots: int, requests: int, repeats: int, sizes: int = 8, seed: int = 0, warmup: int = WARMUP) -> list[int]:
+    """What a probe of `requests` rows does in turn: after the warm-up each of about `sizes` numbers of drafts `repeats`
+    times, and no drafting OFTEN times that, in a random order."""
+    kinds = [*[OFF] * OFTEN, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
+    order: list[int] = np.random.default_rng(seed).permutation(kinds * repeats).tolist()
+    return [*[kinds[-1]] * warmup, *order]
+
+
+def found(requests: int, plan: Sequence[int], drafted: Sequence[float], plain: Sequence[float]) -> Measured:
+    """The medians of the seconds that a probe's rounds took, planned so, and of rounds without a drafter."""
     seconds = defaultdict(list)
-    for kind, spent in list(zip(plan, rounds(drafter, Probe(plan, requests), len(plan))))[WARMUP:]:
+    for kind, spent in zip(plan, drafted, strict=False):
         seconds[kind].append(spent)
-    plain = rounds(None, None, WARMUP + OFTEN * repeats)[WARMUP:]
     medians = {kind: float(np.median(spent)) for kind, spent in seconds.items()}
     off = medians.pop(OFF)
     return Measured(requests, float(np.median(plain)), off, {requests + k: s for k, s in sorted(medians.items())})
@@ -125,13 +138,13 @@ def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) ->
 
 def merged(measured: Sequence[Measured]) -> list[Measured]:
     """One for each number of requests: the medians of those measured at different times, in the same sizes."""
-    found = []
+    merged = []
     for requests in sorted({m.requests for m in measured}):
         same = [m for m in measured if m.requests == requests]
         plain, off = (statistics.median(getattr(m, name) for m in same) for name in ("plain", "off"))
         step = {b: statistics.median(m.step[b] for m in same) for b in same[0].step}
-        found.append(Measured(requests, plain, off, step))
-    return found
+        merged.append(Measured(requests, plain, off, step))
+    return merged
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:
