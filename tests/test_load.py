@@ -163,8 +163,8 @@ def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
 
 
 def test_a_plan_and_what_was_found():
-    """Every size as often as asked, no drafting OFTEN times that, after a warm-up of the largest; medians by hand, rounds
-    past the plan's end ignored."""
+    """Every size as often as asked, no drafting OFTEN times that, after a warm-up of the largest; medians by hand; what
+    is past the plan's end is ignored."""
     plan = planned(3, 2, repeats=2, sizes=3, warmup=4)
     assert plan[:4] == [6] * 4 and sorted(plan[4:]) == [OFF] * 2 * OFTEN + [0, 0, 3, 3, 6, 6]
     assert planned(3, 2, repeats=2, sizes=3, seed=1) != planned(3, 2, repeats=2, sizes=3, seed=2)

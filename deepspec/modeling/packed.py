@@ -41,11 +41,13 @@ class Packed:
             with torch.inference_mode(False):
                 self._source = weight.detach(), weight._version
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._source[0], ROWS)
-        rows = x.reshape(-1, x.shape[-1])
-        # few numbers of rows, for each of which oneDNN makes a kernel
-        padded = F.pad(rows, (0, 0, 0, few(len(rows)) - len(rows)))
+        rows = x.numel() // x.shape[-1]
+        more = few(rows) - rows  # few numbers of rows, for each of which oneDNN makes a kernel
+        if not more:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        padded = F.pad(x.reshape(rows, -1), (0, 0, 0, more))
         y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, bias, "none", [], "")
-        return y[: len(rows)].view(*x.shape[:-1], -1)
+        return y[:rows].view(*x.shape[:-1], -1)
 
     def __deepcopy__(self, memo: object) -> "Packed":
         return Packed()
