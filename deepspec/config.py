@@ -53,7 +53,7 @@ class LossConfig(Checked):
 def _files(given: Any) -> Any:
     """One file or several as a tuple, ~ expanded; what is neither is left to the check of types."""
     given = (given,) if isinstance(given, str | Path) else given
-    if not isinstance(given, tuple):
+    if not isinstance(given, tuple | list):
         return given
     return tuple(os.path.expanduser(p) if isinstance(p, str | Path) else p for p in given)
 
@@ -195,7 +195,8 @@ class ValidateConfig(Checked):
         super().__post_init__()
         for name in ("every", "prompts", "max_new_tokens", "concurrency"):
             require(getattr(self, name) >= 1, f"validate.{name} must be >= 1, got {getattr(self, name)}")
-        require(self.temperature >= 0, f"validate.temperature must be >= 0, got {self.temperature}")
+        require(0 <= self.temperature < math.inf, f"validate.temperature must be >= 0, got {self.temperature}")
+        require(abs(self.seed) < 2**62, f"validate.seed must be between -2**62 and 2**62, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,7 @@ class Config(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(-(2**63) <= self.seed < 2**64, f"seed must fit into 64 bits, got {self.seed}")
         require(
             self.loss.confidence == 0 or self.drafter.has_confidence,
             f"loss.confidence is {self.loss.confidence:g}, but the drafter has no confidence head: set it to 0",

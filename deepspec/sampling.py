@@ -4,6 +4,7 @@ Letters: V vocabulary, G slots. Randomness is counter-based: a uniform is a pure
 the sequence, stream), so a request draws the same numbers alone, in any batch, and on any device.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,9 @@ class Sampling(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.temperature >= 0, f"sampling.temperature must be >= 0, got {self.temperature}")
+        require(
+            0 <= self.temperature < math.inf, f"sampling.temperature must be >= 0 and finite, got {self.temperature}"
+        )
         require(self.top_k >= 0, f"sampling.top_k must be >= 0 (0 keeps all), got {self.top_k}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p <= 1, f"sampling.min_p must be in [0, 1], got {self.min_p}")

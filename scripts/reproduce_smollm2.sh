@@ -9,24 +9,37 @@
 # drafter (3000), HEAD_STEPS of each head that is compared (400), HEADS of DSpark (vanilla gated rnn),
 # OUT (runs/smollm2_135m).
 set -euo pipefail
+wrong() {
+    echo "error: $1" >&2
+    exit 2
+}
 # files named by the caller are relative to where the caller is
 sources=()
 for source in "$@"; do
-    [ "$source" = magpie ] || source=$(realpath "$source")
+    if [ "$source" != magpie ]; then
+        [ -f "$source" ] || wrong "no file of prompts '$source'; give a JSONL or Parquet file, or magpie"
+        source=$(realpath "$source")
+    fi
     sources+=("$source")
 done
+[ -z "${ANSWERS:-}" ] || [ -f "$ANSWERS" ] || wrong "ANSWERS: no file '$ANSWERS'"
 answers_at_hand=${ANSWERS:+$(realpath "$ANSWERS")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ ${#sources[@]} = 0 ]; then
     sources=(openai/gsm8k:main sahil2801/CodeAlpaca-20k tatsu-lab/alpaca)
 elif [ ${#sources[@]} != 3 ]; then
-    echo "error: three files of prompts are needed (math, code, chat), got ${#sources[@]}" >&2
-    exit 2
+    wrong "three files of prompts are needed (math, code, chat), got ${#sources[@]}"
 fi
 per_kind=${PER_KIND:-700} test=${TEST:-60} new_tokens=${NEW_TOKENS:-160}
 steps=${STEPS:-3000} head_steps=${HEAD_STEPS:-400}
 read -ra heads <<< "${HEADS:-vanilla gated rnn}"
 out=${OUT:-runs/smollm2_135m}
+for name in per_kind test new_tokens steps head_steps; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || wrong "${name^^} must be a whole number >= 1, got '${!name}'"
+done
+for head in "${heads[@]}"; do
+    [[ $head =~ ^(vanilla|gated|rnn)$ ]] || wrong "HEADS are vanilla, gated, rnn or some of them, got '$head'"
+done
 
 source scripts/venv.sh
 use_env

@@ -80,6 +80,7 @@ def test_a_file_is_its_config(file):
         ("loss.reduce=document", lambda c: c.loss.reduce, "document"),
         ("out=some/where", lambda c: c.out, Path("some/where")),
         ("data.path=~/a.jsonl,b.jsonl", lambda c: c.data.path, (str(Path.home() / "a.jsonl"), "b.jsonl")),
+        ("data.path=['~/a.jsonl']", lambda c: c.data.path, (str(Path.home() / "a.jsonl"),)),
         ("validate.path=~/a.jsonl", lambda c: c.validate.path, (str(Path.home() / "a.jsonl"),)),
         ("data.features=~/f", lambda c: c.data.features, str(Path.home() / "f")),
         ("out=~/runs/x", lambda c: c.out, Path.home() / "runs" / "x"),
@@ -114,6 +115,9 @@ def test_later_overrides_win_and_may_depend_on_each_other(file):
 
 
 BAD_OVERRIDES = {
+    f"seed={2**64}": ("seed must fit into 64 bits",),
+    f"validate.seed={2**62}": ("validate.seed must be between",),
+    "validate.temperature=1e999": ("validate.temperature must be >= 0",),
     "train.Ir=1": ("train.Ir", "did you mean 'lr'"),
     "train.warm_up=0.1": ("train.warm_up", "did you mean 'warmup'"),
     "drafter.markov_ranks=4": ("drafter.markov_ranks", "did you mean 'markov_rank'"),

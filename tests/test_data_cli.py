@@ -96,8 +96,10 @@ def test_a_limit_then_all(loaded, prompts, tmp_path, capsys):
     [
         (("--temperature", "-1"), "temperature must be >= 0"),
         (("--top-p", "0"), "top_p must be in"),
-        (("--limit", "0"), "limit must be >= 1"),
-        (("--max-new-tokens", "0"), "max_new_tokens must be >= 1"),
+        (("--limit", "0"), "--limit: a whole number >= 1"),
+        (("--max-new-tokens", "0"), "--max-new-tokens: a whole number >= 1"),
+        (("--concurrency", "0"), "--concurrency: a whole number >= 1"),
+        (("--temperature", "inf"), "temperature must be >= 0 and finite"),
         (("--hold-out", "0.5"), "--hold-out needs --only"),
         (("--only", "train", "--hold-out", "2"), "must be in [0, 1]"),
         (("--only", "train", "--hold-out", "1"), "leaves no prompt"),
@@ -108,6 +110,7 @@ def test_bad_options_exit_with_2(loaded, prompts, tmp_path, capsys, options, mes
     out = tmp_path / "new" / "a.jsonl"
     code, printed, err = run(capsys, "answers", "--target", "T", "--prompts", prompts, "--out", out, *options)
     assert (code, printed) == (2, "") and message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert not loaded
     assert not out.parent.exists()
 
 

@@ -13,9 +13,16 @@ import torch
 import deepspec.modeling.loading as loading
 from deepspec import cli
 from deepspec.checked import InputError
+from deepspec.data.prompts import Prompt
 from deepspec.eval import __main__ as command
 from deepspec.eval import evaluator, plots
 from deepspec.eval.drafters import named
+from deepspec.eval.output import output
+from deepspec.eval.records import Records
+from deepspec.eval.results import collect
+from deepspec.eval.settings import EvalConfig
+from deepspec.eval.share import Share
+from deepspec.eval.tasks import Task
 from deepspec.modeling.dflash import DFlashConfig
 
 SLOTS = 3
@@ -172,6 +179,57 @@ def test_files_and_figures(world, place, capsys):
     assert {p.name for p in (place / "out").iterdir()} == names | drawn
 
 
+def test_rows_are_of_their_own_task_contender_and_temperature(tmp_path):
+    """Formed from records alone, also those that another process wrote: only tasks of which nothing is missing, every
+    prompt's own text, the check of all units, counts of turns."""
+    prompts = [Prompt(f"p{i}", "t", [i], {"turns": ["a", "b"]} if i == 1 else {}) for i in range(34)]
+    tasks = [Task(name, tmp_path / name, prompts, {"odd": 3}) for name in ("whole", "part")]
+    config = EvalConfig(temperatures=(0.0, 1.0), schedule=("verify_all", "lagged"), draft=("sample", "greedy"))
+    records = Records(tmp_path / "r")
+    records.begin({}, False)
+    work = evaluator.Work(tasks, config, config.contenders(["d"]), records, Share())
+    other = Records(tmp_path / "r", 1)
+    done = [("check", "whole", n) for n in (0, 1)] + [r[-1] for t in (0.0, 1.0) for r in work.runs(tasks[0], t)]
+    for key in [*done, work.runs(tasks[1], 0.0)[0][-1]]:
+        if key[0] == "check":
+            say = {c.name: [{"id": "p", "equal": True}] * (32, 2)[key[2]] for c in work.contenders[1:]}
+            other.add(key, {"samples": say})
+            continue
+        turns = [{"prompt": 1, "tokens": [key[5], 7], "rounds": [[3, 1]]}] * (2 if key[5] == 1 else 1)
+        parts = {"verify": 0.5}
+        other.add(key, {"samples": [turns], "tokens": 2, "seconds": 1.0, "parts": parts, "counts": {"verify": 1}})
+    settings = {"target": {"name": "x"}, "drafters": {"a": {"slots": 1}, "d": {"slots": 3}}, "dtype": "bfloat16"}
+    rows, texts = collect(work, settings, lambda ids: f"text of {ids}")
+    names = [f"d {s} {d}" for s in config.schedule for d in config.draft]
+    assert [(r["task"], r["temperature"], r["drafter"]) for r in rows] == [
+        ("whole", t, name) for t in (0.0, 1.0) for name in names
+    ]
+    ways = [(s, "token", d) for s in config.schedule for d in config.draft]
+    assert [(r["schedule"], r["verify"], r["draft"]) for r in rows] == ways * 2
+    for r in rows:
+        assert (r["samples"], r["turns"], r["later_turns"], r["dropped"]) == (34, 35, 1, {"odd": 3})
+        assert r["first_prompt"] == "text of [0]" and len(r["accept_rates_prefix"]) == 3
+        assert r["greedy_equal"]["total"] == 34 and (r["timed_greedy_equal"] is None) == (r["temperature"] > 0)
+    assert [(t["id"], t["tokens"], t["rounds"]) for t in texts[:35]] == [
+        (f"p{i}", [i, 7], [[3, 1]]) for i in (0, 1, *range(1, 34))
+    ]
+    assert [(t["drafter"], t["temperature"]) for t in texts[::35]] == [
+        (name, t) for t in (0.0, 1.0) for name in ["baseline", *names]
+    ]
+
+
+def test_what_failed_leaves_no_folder(tmp_path):
+    """Those made on the way go with it; one in which something is kept stays."""
+    records = Records(tmp_path / "a" / "b" / "progress")
+    for keep in (False, True):
+        with pytest.raises(RuntimeError), output(tmp_path / "a" / "b", records):
+            records.begin({}, False)
+            if keep:
+                records.add(("x",), {})
+            raise RuntimeError
+        assert (tmp_path / "a").exists() == keep
+
+
 def test_contenders_take_turns_with_equal_prompts_seeds_and_sampling(world, place):
     command.run(
         arguments(
@@ -311,6 +369,8 @@ MISTAKES = {
     "schedule": (replace("--schedule", "threshold:1.5"), "threshold:X with X in [0, 1]"),
     "schedule name": (replace("--schedule", "fast"), "'fast' must be verify_all, threshold:X"),
     "temperature": (replace("--temperature", "-1"), "temperature must be >= 0"),
+    "endless heat": (replace("--temperature", "inf"), "temperature must be >= 0 and finite"),
+    "seed": (replace("--seed", "4611686018427387904"), "seed must be between -2**62 and 2**62"),
     "temperatures": (lambda place, args: [*args, "--temperature", "1", "1.0"], "given twice"),
     "budget": (replace("--max-new-tokens", "0"), "max_new_tokens must be >= 1"),
     "too long": (replace("--max-new-tokens", "200"), "passes the target's 200 positions"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspec.eval.figures import Run, Turn, differences, equality, figures, timed_equality
+from deepspec.eval.figures import Run, Turn, differences, equality, figures, head, timed_equality
 
 
 def turn(tokens, *rounds):
@@ -55,7 +55,26 @@ def test_every_figure_by_hand():
     assert row["verify_seconds_per_round"] == pytest.approx(1.5 / 7)
     assert row["target_seconds_per_round"] == pytest.approx(3.75 / 15)
     assert row["decomposition"] == pytest.approx((15 / 7) * 0.25 / (2.1 / 7))
+    assert (row["wall_seconds"], row["baseline_wall_seconds"], row["baseline_prefill_seconds"]) == (4.0, 6.0, 1.5)
     assert row["efficiency"] == pytest.approx(1.5 / (15 / 7))
+
+
+def test_what_belongs_to_the_baseline_and_what_to_the_drafter():
+    """Text is judged by the baseline's, prefill is each one's own."""
+    loop = {"prompt": 1, "tokens": [1] * 20, "rounds": [[0, 0]] * 19}
+    plain = filled(record([[loop]], seconds=2.0, draft=0.0, verify=1.0, passes=19, prefill=0.25))
+    row = figures(filled(record([[turn(20, (19, 18))]], 1.0, 0.1, 0.2, 1)), plain, 19)
+    assert (row["repetition_rate"], row["distinct_4gram"]) == (1.0, 1 / 17)
+    assert (row["prefill_seconds"], row["baseline_prefill_seconds"]) == (0.5, 0.25)
+    row = figures(plain, filled(record([[turn(20, *[(0, 0)] * 19)]], 1.0, 0.0, 0.2, 19)), 19)
+    assert (row["repetition_rate"], row["distinct_4gram"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("task, number", [("mbpp", 256), ("mine", None)])
+def test_the_paper_s_number_of_prompts(task, number):
+    found = head(task, 3, "Qwen/Qwen3-4B")
+    assert found["samples"] == 3 and found.get("paper_samples") == number
+    assert found["domain"] == ("code" if number else "mine")
 
 
 def test_answers_of_one_conversation_are_resampled_together():
@@ -64,6 +83,8 @@ def test_answers_of_one_conversation_are_resampled_together():
     same = filled(*[record([talk], 1.0, 0.1, 0.1, 2)] * 4)
     assert figures(same, same, 4)["tau_interval"] == (3.0, 3.0)
     assert differences("a", {"a": same, "b": same}) == {"b": {"difference": 0.0, "interval": (0.0, 0.0)}}
+    one, two = (filled(*[record([[t]], 1.0, 0.1, 0.1, 1)] * 2) for t in (turn(2, (4, 0)), turn(4, (4, 2))))
+    assert differences("a", {"a": two, "b": one})["b"]["difference"] == 2.0
     apart = filled(*[record([[t]], 1.0, 0.1, 0.1, 1) for t in talk * 4])
     low, high = figures(apart, apart, 4)["tau_interval"]
     assert low < 3.0 < high
@@ -71,13 +92,12 @@ def test_answers_of_one_conversation_are_resampled_together():
 
 def test_a_repeat_adds_to_times_and_to_nothing_else():
     again = {k: v for k, v in record([[turn(11)]], 4.0, 0.6, 1.2, 4).items() if k != "samples"}
-    once, twice = (
-        filled(record([[turn(11, (3, 3))]], 2.0, 0.4, 0.8, 4)),
-        filled(record([[turn(11, (3, 3))]], 2.0, 0.4, 0.8, 4)),
-    )
+    once, twice = (filled(*[record([[turn(11, (3, 3))]], 2.0, 0.4, 0.8, 4)] * 2) for _ in "12")
     twice.add(0, again)
-    assert twice.speed == 22 / 6 and twice.per_round("draft") == pytest.approx(1.0 / 8)
+    assert (twice.tokens, twice.seconds) == ([22, 11], [6.0, 2.0])
+    assert twice.speed == 33 / 8 and twice.per_round("draft") == pytest.approx(1.4 / 12)
     assert (twice.samples, twice.sample) == (once.samples, once.sample)
+    assert figures(twice, once, 3)["tokens"] == figures(once, once, 3)["tokens"] == 22
 
 
 def test_equality_counts_prompts_and_keeps_where_they_differ():
@@ -88,4 +108,5 @@ def test_equality_counts_prompts_and_keeps_where_they_differ():
     assert equality([]) is None
     ours, base = Run(samples=[[Turn([], [1, 2], [])]] * 3), Run(samples=[[Turn([], [1, 2], [])]] * 3)
     ours.samples = [*ours.samples[:2], [Turn([], [1, 2], []), Turn([], [9], [])]]
-    assert timed_equality(ours, base, "bfloat16") == {"equal": 2, "total": 3, "dtype": "bfloat16"}
+    base.samples[0] = base.samples[0] * 2  # a second turn: another output, and no second prompt
+    assert timed_equality(ours, base, "bfloat16") == {"equal": 1, "total": 3, "dtype": "bfloat16"}

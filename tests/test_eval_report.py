@@ -1,5 +1,6 @@
 """Tables, Markdown and pictures hold what the rows hold, and say when a speed-up is not proven lossless."""
 
+import base64
 import copy
 import csv
 import html.parser
@@ -207,6 +208,62 @@ def test_the_papers_row_stands_beside_ours_where_target_and_task_are_the_same(ta
     assert ("2048 new tokens, first turn, thinking off, 500 prompts" in report.text(rows)) == (tau is not None)
 
 
+def test_what_a_section_says_of_its_run():
+    """Title, settings and notes name every figure in its place; each temperature has its own baseline and text."""
+    many = {"concurrency": 8, "processes": 2, "seed": 5, "thinking": "off", "schedule": ["verify_all", "lagged"]}
+    timed = {"equal": 61, "total": 64, "dtype": "bfloat16"}
+    differ = [{"id": f"p{i}", "turn": i % 2, "index": i, "margin": 0.5} for i in range(4)]
+    checked = {"equal": 60, "total": 64, "dtype": "float32", "differ": differ}
+    same = dict(settings={**SETTINGS, **many, "turns": "all", "warnings": ["one", "two"]}, later_turns=3)
+    cold = row(greedy_equal=checked, timed_greedy_equal=timed, dropped={"no user turn": 7, "twice": 1}, **same)
+    hot = row(temperature=1.0, baseline_tokens_per_second=99.5, target_seconds_per_round=0.5, distinct_4gram=0.75)
+    hot |= {"repetition_rate": 0.25, "greedy_equal": checked}
+    (section,) = report.sections([cold, hot])
+    assert section.title == "held-out: 64 prompts, up to 64 new tokens"
+    assert section.settings == (
+        "target some/target@0123456789ab, bfloat16 on cpu, 2 threads x 2 processes, concurrency 8, "
+        "verify_all and lagged, token, sample, thinking off, seed 5"
+    )
+    assert [c[6:] for c in section.cells[::2]] == [
+        ("210.0", "1", "1", "-", "-", "4.44"),
+        ("99.5", "1", "1", "-", "-", "500.00"),
+    ]
+    apart = "on (the target's two best logits there: 0.5 apart)"
+    assert section.notes == [
+        "left out: 7 no user turn, 1 twice",
+        "3 later turns of the prompts: asked after the model's own answers",
+        "one",
+        "two",
+        "greedy float32 output equal to the baseline's: dspark 60/64",
+        "in the timed bfloat16, where rounding may break a tie either way: dspark 61/64",
+        f"dspark differs on prompt p0 from new token 0 {apart}",
+        f"dspark differs on prompt p1 from new token 1 of turn 2 {apart}",
+        f"dspark differs on prompt p2 from new token 2 {apart}",
+        "? speed-up not proven lossless for dspark: the check above did not pass",
+        "T=0: the baseline's text has 0.51 distinct 4-grams; 3% of its continuations end in a loop",
+        "T=1: the baseline's text has 0.75 distinct 4-grams; 25% of its continuations end in a loop",
+    ]
+    assert "x 1 processes" not in report.text([row()]) and "rounding may break" not in report.text([row()])
+    exact = row(timed_greedy_equal={**timed, "dtype": "float32"})
+    assert "rounding may break" not in report.text([exact])
+
+
+@pytest.mark.parametrize(
+    "difference, interval, said",
+    [
+        (0.5, (0.1, 0.9), "+0.50 [+0.10, +0.90]: b is above a beyond"),
+        (-0.5, (-0.9, -0.1), "-0.50 [-0.90, -0.10]: b is below a beyond"),
+        (0.1, (-0.1, 0.3), "+0.10 [-0.10, +0.30]: no difference beyond"),
+        (0.0, (0.0, 0.0), "+0.00 [+0.00, +0.00]: no difference beyond"),
+        (0.5, None, "+0.50 (too few prompts for an interval)"),
+    ],
+)
+def test_a_difference_is_called_what_it_is(difference, interval, said):
+    d = {"difference": difference, "interval": interval}
+    rows = [row("a", tau_differences={"b": d}), row("b", tau_differences={"a": d})]
+    assert f"T=0: tau of b - tau of a = {said}" in report.text(rows)
+
+
 def test_tasks_side_by_side():
     cells = (("gsm8k", "a", 1.0), ("gsm8k", "b", 2.0), ("mine", "a", None), ("mine", "b", 4.0))
     rows = [row(d, task=t, tau=x, paper_tau=published("Qwen/Qwen3-4B", t), paper_samples=1) for t, d, x in cells]
@@ -219,6 +276,14 @@ def test_tasks_side_by_side():
         ("DSpark (paper)", "1", "6.11", "-"),
     ]
     assert report.summary(rows[:2]) == []
+    rows = [{**r, "temperature": t, "tau": 1 + t} for t in (0.0, 1.0) for r in rows[::-1]]  # the paper's row is last
+    assert report.summary(rows)[:5] == [
+        ("tau", "T", "mine", "gsm8k"),
+        *[(name, t, *(tau,) * 2) for t, tau in (("0", "1.00"), ("1", "2.00")) for name in "ba"],
+    ]
+    assert report.summary(rows)[-1] == ("DSpark (paper)", "1", "-", "6.11")
+    overview = "| " + " | ".join(report.summary(rows)[1]) + " |"
+    assert overview in report.markdown(rows) and "a &lt;b" in report.markdown([row(task="a <b")])
 
 
 def test_what_makes_runs_incomparable_is_said():
@@ -269,6 +334,10 @@ def test_the_page_holds_the_same_cells_and_needs_nothing_beside_it():
     reader = Reader()
     text = page.html(rows, {"by slot": b"\x89PNG1", "by task": b"\x89PNG2"})
     reader.feed(text)
+    assert text.count("<li>") == sum(len(section.notes) for section in report.sections(rows)) > 4
+    for shown in (report.LEGEND, SETTINGS["command"], report.sections(rows)[1].settings, "How?"):
+        assert f">{html.escape(shown)}" in text or f"\n{html.escape(shown)}" in text
+    assert base64.b64decode(reader.images[1]["src"].partition(",")[2]) == b"\x89PNG2"
     assert not reader.open and not reader.fetched and "<script" not in text
     expected = [c for line in report.summary(rows)[1:] for c in line]
     expected += [c for section in report.sections(rows) for line in section.cells for c in line]

@@ -207,6 +207,23 @@ def test_shares_are_disjoint_and_complete(world):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_where_a_process_runs(monkeypatch):
+    """Its GPU is its place on its machine, where the choice is left to us and there are several processes."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    share = Share.from_environment()
+    assert share == Share(rank=5, world=8, local_rank=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [share.device(d) for d in ("auto", "cuda", "cpu", "cuda:3")] == ["cuda:1", "cuda:1", "cpu", "cuda:3"]
+    assert Share().device("auto") == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert share.device("auto") == "auto"
+    for name in ("RANK", "WORLD_SIZE"):  # one alone says nothing
+        with monkeypatch.context() as patch:
+            patch.delenv(name)
+            assert Share.from_environment() == Share()
+
+
 def test_two_shares_of_the_work_give_the_results_of_one(place, quiet, tmp_path, monkeypatch, capsys):
     """One after the other here; whoever comes last writes and prints."""
     more, expected = quiet

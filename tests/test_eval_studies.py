@@ -8,6 +8,7 @@ from helpers import write_run
 from deepspec.checked import InputError
 from deepspec.eval import plots, study_views
 from deepspec.eval.studies import run
+from deepspec.train import loop
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,69 @@ def test_pooled_figures_weigh_rounds_and_not_tasks():
     rows = [counted("a", [1, 0], [2, 0], 11, 1, 5), counted("b", [30, 9], [38, 30], 95, 5, 20)]
     assert study_views.acceptance_table(rows)[1] == ("math", "d", "0", f"{31 / 40:.3f}", f"{9 / 30:.3f}")
     assert study_views.pooled_tau(rows) == (10 + 90) / 25
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("--tasks", "{place}/nope.jsonl"), "nope.jsonl"),
+        (("--values", "2", "0"), "block_size"),
+        (("--config", "{place}/run.py", "{place}/run.py"), "--config: the same name"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_trained(place, tmp_path, monkeypatch, change, words):
+    """Also where it is in the last of several recipes or values, or in what comes after the training."""
+    monkeypatch.setattr(loop, "fit", None)
+    given = {"--config": [f"{place}/run.py"], "--values": ["2"]}
+    given |= dict(zip(common(place, tmp_path / "out")[::2], ([x] for x in common(place, tmp_path / "out")[1::2])))
+    given[change[0]] = [x.format(place=place) for x in change[1:]]
+    with pytest.raises(InputError, match=words):
+        run(["length", *(word for option, values in given.items() for word in (option, *values))])
+    assert not (tmp_path / "out").exists()
+
+
+ROW = {"accepted_per_round": 1.5, "wasted_per_round": 0.5, "tau_interval": (1.0, 3.0), "tau": 2.0}
+ROW |= {"draft_seconds_per_round": 0.001, "verify_seconds_per_round": 0.25}
+
+
+def test_tables_keep_apart_what_is_not_one():
+    """A line for each drafter, domain, task and temperature; a drafter of more slots widens the table; by hand."""
+    base = {**counted("a", [3], [4], 11, 1, 5), **ROW}
+    hot = {**base, "temperature": 1.0, "accept_counts": {"accepted": [1], "reached": [4]}}
+    hot |= {"accepted_per_round": 0.0, "wasted_per_round": 0.0, "tau": None, "tau_interval": None, "rounds": 0}
+    wide = {**base, "drafter": "w", "accept_counts": {"accepted": [2, 0], "reached": [2, 0]}}
+    assert study_views.acceptance_table([base, hot, wide]) == [
+        ("domain", "drafter", "T", "slot 0", "slot 1"),
+        ("math", "d", "0", "0.750", "-"),
+        ("math", "d", "1", "0.250", "-"),
+        ("math", "w", "0", "1.000", "-"),
+    ]
+    chat = {**base, "domain": "chat"}
+    assert study_views.threshold_table([base, hot, chat])[1:] == [
+        ("d", "math", "0", "1.50", "0.50", "0.750", "2.00"),
+        ("d", "math", "1", "0.00", "0.00", "-", "-"),
+        ("d", "chat", "0", "1.50", "0.50", "0.750", "2.00"),
+    ]
+    places = {"d": ("a", 3), "w": ("b", 1)}
+    assert study_views.sweep_table([base, {**hot, "draft_seconds_per_round": None}, wide], places, "depth")[1:] == [
+        ("a", "3", "a", "0", "2.00", "[1.00, 3.00]", "1.00", "250.00"),
+        ("a", "3", "a", "1", "-", "-", "-", "250.00"),
+        ("b", "1", "a", "0", "2.00", "[1.00, 3.00]", "1.00", "250.00"),
+    ]
+
+
+def test_a_sweep_s_picture_shows_each_recipe_by_value():
+    """Ascending in value, a panel a task and temperature, each recipe's own points."""
+    pytest.importorskip("matplotlib")
+    places = {"x": ("a", 3), "y": ("a", 1), "z": ("b", 1)}
+    rows = [
+        {"drafter": d, "task": "t", "temperature": t, "tau": tau + t, "tau_interval": None}
+        for t in (0.0, 1.0)
+        for d, tau in (("x", 3.0), ("y", 2.0), ("z", 5.0))
+    ]
+    for t, panel in enumerate(study_views.sweep_picture(rows, places, "depth").axes):
+        seen = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
+        assert seen == {"a": ([1, 3], [2.0 + t, 3.0 + t]), "b": ([1], [5.0 + t])}
 
 
 def test_a_sweep_needs_one_process(place, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from helpers import G, Planned, make_drafter, target
 import deepspec
 from deepspec import InputError, Sampling
 from deepspec.data.prompts import Prompt
-from deepspec.eval import arguments, calibrate, load, plots, profile, rounds
+from deepspec.eval import arguments, calibrate, closed_loop, load, plots, profile, rounds
 from deepspec.eval.closed_loop import Load, serve, simulate
 from deepspec.eval.cost import Additive, Profile, load_profile
 from deepspec.eval.figures import Models
@@ -221,6 +221,18 @@ def test_contenders_take_turns():
         serve(tgt, contenders, [[1]], 2, rounds=3, sampling=Sampling())
 
 
+def test_as_many_rounds_as_asked_or_a_clear_error(monkeypatch):
+    """Prompts go on as long as they are needed where answers are short, and where no round is without one that is read
+    this is said."""
+    tgt = target()
+    monkeypatch.setattr(closed_loop, "BUDGET", 2)
+    done = serve(tgt, {"none": (None, None)}, [[1]], 2, rounds=66, warmup=1, sampling=Sampling())["none"]
+    assert done.rounds == 66 and done.tokens == 2 * 66
+    monkeypatch.setattr(tgt, "stop_ids", tuple(range(tgt.vocab.size)))
+    with pytest.raises(InputError, match="0 of 5 rounds with 2 requests in flight"):
+        serve(tgt, {"none": (None, None)}, [[1]], 2, rounds=3, warmup=2, sampling=Sampling())
+
+
 def traces(survived: int, chance: float = 0.9, n: int = 20) -> list[Trace]:
     logits = np.full((n, G), np.log(chance / (1 - chance)))
     return [Trace(f"t{i}", logits, np.full(n, survived)) for i in range(5)]
@@ -377,12 +389,25 @@ def test_the_whole_path(models, capsys):
         (load, [], "--prompts is missing"),
         (load, ["--prompts", "p", "--schedule", "guess"], "schedule 'guess' must be"),
         (load, ["--prompts", "p", "--concurrency", "0"], "numbers >= 1"),
+        (load, ["--prompts", "p", "--schedule", "lagged", "lagged"], "'lagged' is given twice"),
+        (load, ["--prompts", "p"], "no data file 'p'"),
+        (load, ["--prompts", "p", "--traces", "t"], "traces t cannot be read"),
+        (load, ["--rounds", "0"], "--rounds: a whole number >= 1 is needed, got '0'"),
+        (load, ["--repeats", "many"], "--repeats: a whole number"),
+        (load, ["--seed", "-1"], "--seed: a whole number >= 0"),
+        (load, ["--temperature", "nan"], "--temperature: a number >= 0 is needed, got 'nan'"),
         (profile, ["--concurrency", "1,x"], "numbers with commas"),
+        (profile, ["--repeats", "0"], "--repeats: a whole number >= 1"),
+        (profile, ["--context", "-3"], "--context: a whole number >= 1"),
         (calibrate, [], "required: --prompts"),
+        (calibrate, ["--prompts", "p"], "no data file 'p'"),
+        (calibrate, ["--prompts", "p", "--concurrency", "0"], "--concurrency: a whole number >= 1"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line_and_leave_nothing(models, command, extra, words):
+def test_mistakes_are_one_line_and_leave_nothing(models, command, extra, words, monkeypatch):
+    """Before a model is loaded."""
     common, root = models
+    monkeypatch.setattr(command, "load_models", None)
     with pytest.raises(InputError, match=words) as error:
         command.run([*common, *extra])
     assert "\n" not in str(error.value) and not (root / "out").exists()

@@ -160,6 +160,33 @@ def test_greedy_output_is_the_target_s(cell):
     assert [g.tokens for g in alone] == [g.tokens for g in generate(tgt, drafter, prompts, **hot)]
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash-masks", "vanilla", "rnn", "eagle3"])
+def test_a_block_of_one_slot(kind):
+    """Nothing needs a second slot: the loss is its twin's, gradients are finite, output is the target's, a round has
+    one token or two."""
+    tgt = target()
+    drafter = matrix.build(f"{kind}/plain/qwen3", tgt, block_size=2 if "masks" in kind else 1)
+    assert drafter.num_slots == 1
+    batch = make_batch(tgt)
+    anchors, real = drafter.anchors(batch, torch.arange(2))
+    loss, weight, metrics = Objective(drafter, loss_of(drafter, kind))(batch, anchors=(anchors, real))
+    loss.backward()
+    assert (
+        all(p.grad.isfinite().all() for p in drafter.parameters()) and drafter.layers[0].mlp.up_proj.weight.grad.any()
+    )
+    with torch.no_grad():
+        twin = naive_objective(drafter, loss_of(drafter, kind), batch, anchors, real)
+    torch.testing.assert_close((loss, weight), twin[:2], atol=1e-4, rtol=1e-4)
+    tau, accepted = (total / count for total, count in (metrics["tau"], metrics["accept@0"]))
+    assert tau == pytest.approx(1 + accepted) and set(metrics) >= {"tau", "accept@0"} and "accept@1" not in metrics
+    prompts = [[1, 2, 3], [4] * 9]
+    for sampling in (Sampling(), HOT):
+        out = generate(tgt, drafter, prompts, max_new_tokens=10, sampling=sampling)
+        assert all(1 <= g.tau <= 2 and {v for v, _ in g.rounds} <= {0, 1} for g in out)
+        if not sampling.temperature:
+            assert [g.tokens for g in out] == [g.tokens for g in generate(tgt, None, prompts, max_new_tokens=10)]
+
+
 def test_the_quick_cells_cover_every_axis():
     """Each kind, each setting a kind has, and each family with each of the three drafters is in every run."""
     quick = {c for c in CELLS if matrix.quick(c)}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import deepspec
 from deepspec import ConfigError, InputError, fit, generate, load_config, load_drafter
+from deepspec.data.ahead import Ahead
 from deepspec.modeling.target import Target
 from deepspec.train import checkpoint, optim
 
@@ -281,6 +282,20 @@ def test_accumulation_changes_nothing(file, reduce, tmp_path):
         assert losses == pytest.approx(results[0][0], rel=1e-5) and norms == pytest.approx(results[0][1], rel=1e-4)
         for name, value in last.items():
             torch.testing.assert_close(value, results[0][2][name], atol=1e-5, rtol=1e-4)
+
+
+def test_each_pass_is_announced_before_it_is_asked_for(file, tmp_path, monkeypatch):
+    """Within a step and into the next, in a run and in one that goes on; nothing is announced after the last."""
+    asked, announced = [], []
+    batch, expect = Ahead.batch, Ahead.expect
+    monkeypatch.setattr(Ahead, "batch", lambda self, picked: (asked.append(list(picked)), batch(self, picked))[1])
+    monkeypatch.setattr(Ahead, "expect", lambda self, picked: (announced.append(list(picked)), expect(self, picked))[1])
+    c = config(file, tmp_path / "out", "train.micro_batch=3", "train.batch_size=6", "train.max_steps=3")
+    run = fit(c)
+    next(run)
+    run.close()
+    list(fit(c))
+    assert len(asked) == 6 and announced == asked[1:]
 
 
 def test_frozen_tensors_stay_and_all_others_move(file, tmp_path):

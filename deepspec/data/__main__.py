@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from ..cli import main
+from ..cli import Parser, main
 from .command_answers import add_answers
 from .command_features import add_features
 from .command_magpie import add_magpie
@@ -16,7 +15,7 @@ from .command_show import add_show
 
 def command(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; argv without the program's name."""
-    parser = argparse.ArgumentParser(prog="python -m deepspec.data", description=__doc__)
+    parser = Parser(prog="python -m deepspec.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for add in (add_prompts, add_magpie, add_answers, add_show, add_features, add_plan):
         add(commands)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import InputError
+from ..cli import whole
 from .options import add_malformed, add_thinking, print_dropped
 
 
@@ -22,14 +23,14 @@ def add_answers(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--revision", help="of a hub id")
     p.add_argument("--prompts", required=True, nargs="+", type=Path, metavar="FILE", help="JSONL files of prompts")
     p.add_argument("--out", required=True, type=Path, help="JSONL file of answers; its manifest is written beside it")
-    p.add_argument("--max-new-tokens", type=int, default=256)
+    p.add_argument("--max-new-tokens", type=whole(1), default=256)
     p.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
     p.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--min-p", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0, help="of the sampling; the hold-out does not depend on it")
-    p.add_argument("--concurrency", type=int, default=32, help="answers in flight, at each server (default 32)")
-    p.add_argument("--limit", type=int, help="answer this many prompts, spread over all files")
+    p.add_argument("--concurrency", type=whole(1), default=32, help="answers in flight, at each server (default 32)")
+    p.add_argument("--limit", type=whole(1), help="answer this many prompts, spread over all files")
     p.add_argument(
         "--dtype",
         default="auto",

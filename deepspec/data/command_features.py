@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..checked import InputError
+from ..cli import number
 
 
 def add_features(commands: argparse._SubParsersAction) -> None:
@@ -16,7 +17,7 @@ def add_features(commands: argparse._SubParsersAction) -> None:
     add_config(p)
     p.add_argument("--out", type=Path, help="directory of the cache (default: data.features of the config)")
     p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "int8"])
-    p.add_argument("--shard-mb", type=float, default=512, help="size of a shard (default 512)")
+    p.add_argument("--shard-mb", type=number(0, above=True), default=512, help="size of a shard (default 512)")
     p.add_argument("--check", action="store_true", help="only read every byte of what is there")
 
 
@@ -40,8 +41,6 @@ def features(args: argparse.Namespace) -> None:
     if args.check:
         built = look(out, check=True)
     else:
-        if args.shard_mb <= 0:
-            raise InputError(f"--shard-mb must be > 0, got {args.shard_mb:g}")
         rows, dropped, identity = read_rows(config)
         print(f"{len(rows)} rows, {len(rows.tokens)} tokens; dropped: {reasons(dropped)}", flush=True)
         check_place(rows, identity, out, args.dtype)

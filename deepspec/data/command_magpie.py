@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..cli import whole
 from .options import print_dropped
 
 
@@ -13,13 +14,13 @@ def add_magpie(commands: argparse._SubParsersAction) -> None:
     p.set_defaults(run=magpie)
     p.add_argument("--target", required=True, help="directory, hub id or GGUF file of a chat model")
     p.add_argument("--revision", help="of a hub id")
-    p.add_argument("--number", type=int, default=1000, help="user turns to write (default 1000)")
+    p.add_argument("--number", type=whole(1), default=1000, help="user turns to write (default 1000)")
     p.add_argument("--out", required=True, type=Path, help="JSONL file; X.jsonl's tokens are kept in X.tokens.jsonl")
-    p.add_argument("--max-new-tokens", type=int, default=256, help="longer turns are left out (default 256)")
+    p.add_argument("--max-new-tokens", type=whole(1), default=256, help="longer turns are left out (default 256)")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--concurrency", type=int, default=32, help="turns in flight (default 32)")
+    p.add_argument("--concurrency", type=whole(1), default=32, help="turns in flight (default 32)")
     p.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     p.add_argument("--device", default="auto")
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..checked import InputError
+from ..cli import number, whole
 from .command_features import add_config
 
 
@@ -13,9 +14,9 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("plan", help="bytes, tokens and time of features, from a sample; writes nothing")
     p.set_defaults(run=plan)
     add_config(p)
-    p.add_argument("--sample", type=int, default=200, help="records to read (default 200)")
-    p.add_argument("--seconds", type=float, default=10, help="how long to time the target; 0: not (default 10)")
-    p.add_argument("--tokens", type=float, help="size of the data set (default: counted from the sample)")
+    p.add_argument("--sample", type=whole(1), default=200, help="records to read (default 200)")
+    p.add_argument("--seconds", type=number(0), default=10, help="how long to time the target; 0: not (default 10)")
+    p.add_argument("--tokens", type=number(1), help="size of the data set (default: counted from the sample)")
     p.add_argument(
         "--target-config", metavar="FILE", help="the target's config.json: bytes of --tokens alone, no data or weights"
     )
@@ -29,8 +30,6 @@ def plan(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, *args.set)
     layers = len(config.drafter.target_layer_ids)
-    if args.sample < 1:
-        raise InputError(f"--sample must be >= 1, got {args.sample}")
     if args.target_config:
         from ..train.plan import target_config
 

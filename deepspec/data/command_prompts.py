@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..checked import InputError
+from ..cli import whole
 from .options import add_malformed, print_dropped
 
 PERFECTBLEND = "mlabonne/open-perfectblend"
@@ -27,7 +28,7 @@ def add_prompts(commands: argparse._SubParsersAction) -> None:
         "--out", required=True, type=Path, help="JSONL file; X.jsonl's held-out prompts go to X.held-out.jsonl"
     )
     p.add_argument("--split", default="train", help="of data sets of the hub (default train)")
-    p.add_argument("--limit", type=int, help="this many prompts, of all sources together")
+    p.add_argument("--limit", type=whole(1), help="this many prompts, of all sources together")
     p.add_argument("--seed", type=int, default=0, help="of the order")
     p.add_argument("--hold-out", type=float, default=0.05, metavar="FRACTION", help="(default 0.05)")
     p.add_argument(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import InputError
+from ..cli import whole
 from .options import add_malformed, add_thinking, print_dropped
 
 PROMPT, SUPERVISED, BORDER, PLAIN = "\x1b[2m", "\x1b[1;32m", "\x1b[33m", "\x1b[0m"
@@ -23,7 +24,7 @@ def add_show(commands: argparse._SubParsersAction) -> None:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--target", help="whose tokenizer and template to use")
     source.add_argument("--tokenizer", help="directory or hub id of a tokenizer")
-    p.add_argument("-n", type=int, default=3, help="rows to print (default 3)")
+    p.add_argument("-n", type=whole(1), default=3, help="rows to print (default 3)")
     p.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="auto: where it is a terminal")
     add_malformed(p)
     add_thinking(p)

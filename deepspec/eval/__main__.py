@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..cli import main
-from .options import Parser, add_run_options, eval_config, run_plan
+from ..cli import Parser, main
+from .options import add_run_options, eval_config, run_plan
 
 # what needs torch is imported after the arguments are read, so that --help and a typing mistake answer at once
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import Parser
+from ..cli import Parser, number, whole
 
 if TYPE_CHECKING:
     from ..data.prompts import Prompt
@@ -21,11 +21,11 @@ def add_models(p: Parser) -> None:
     p.add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of both models")
     p.add("--device", default="auto", help="where the models run: auto, cpu, cuda, cuda:1, ...")
     p.add("--out", type=Path, required=True, help="directory for what is written")
-    p.add("--seed", type=int, default=0, help="of prompts, draws and orders")
+    p.add("--seed", type=whole(0), default=0, help="of prompts, draws and orders")
     p.add(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: own CPU seconds, where others share the machine"
     )
-    p.add("--temperature", type=float, default=1.0, help="of sampling; 0 is greedy")
+    p.add("--temperature", type=number(0), default=1.0, help="of sampling; 0 is greedy")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -37,6 +37,14 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if found[0] < 1:
         raise argparse.ArgumentTypeError(f"numbers >= 1 are needed, got {text!r}")
     return found
+
+
+def check_prompts(path: Path) -> None:
+    """InputError for a file that is missing, or has a line that is no record, before a model is loaded."""
+    from ..data.prompts import read_records
+
+    for _ in read_records(path):
+        pass
 
 
 def load_models(args: argparse.Namespace) -> "tuple[Target, Drafter]":

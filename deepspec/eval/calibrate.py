@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli import main
-from .arguments import add_models, load_models, load_prompts
-from .options import Parser
+from ..cli import Parser, main, whole
+from .arguments import add_models, check_prompts, load_models, load_prompts
 
 if TYPE_CHECKING:
     from ..data.prompts import Prompt
@@ -30,9 +29,9 @@ def parser() -> Parser:
     )
     add_models(p)
     p.add("--prompts", type=Path, required=True, help="JSONL of prompts the drafter was not trained on")
-    p.add("--rounds", type=int, default=10_000, help="rounds to record at least, in all")
-    p.add("--max-new-tokens", type=int, default=128, help="tokens a prompt")
-    p.add("--concurrency", type=int, default=16, help="requests in flight")
+    p.add("--rounds", type=whole(1), default=10_000, help="rounds to record at least, in all")
+    p.add("--max-new-tokens", type=whole(1), default=128, help="tokens a prompt")
+    p.add("--concurrency", type=whole(1), default=16, help="requests in flight")
     p.add_argument("--keep-config", action="store_true", help="leave the drafter's config.json as it is")
     return p
 
@@ -40,19 +39,21 @@ def parser() -> Parser:
 def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
-    from ..cache import writable_dir, write_text
+    from ..cache import tentative, writable_dir, write_text
     from ..checked import InputError
     from . import plots
     from .calibration import GRID, fit, quality
 
-    target, drafter = load_models(args)
-    if not drafter.has_confidence:
-        raise InputError(f"drafter {args.drafter!r} has no confidence head; there is nothing to calibrate")
-    prompts = load_prompts(args.prompts, target, args.max_new_tokens)
-    if len(prompts) < 2:
-        raise InputError(f"{args.prompts} holds one prompt; one to fit on and one to judge on are needed")
-    writable_dir(args.out, "--out")
-    traces = record(target, drafter, prompts, args)
+    check_prompts(args.prompts)
+    with tentative(args.out):
+        writable_dir(args.out, "--out")
+        target, drafter = load_models(args)
+        if not drafter.has_confidence:
+            raise InputError(f"drafter {args.drafter!r} has no confidence head; there is nothing to calibrate")
+        prompts = load_prompts(args.prompts, target, args.max_new_tokens)
+        if len(prompts) < 2:
+            raise InputError(f"{args.prompts} holds one prompt; one to fit on and one to judge on are needed")
+        traces = record(target, drafter, prompts, args)
     ids = {p.id: i for i, p in enumerate(prompts)}
     ours, theirs = (records([t for t in traces if ids[t.id] % 2 == half]) for half in (0, 1))
     temperatures = fit(ours)

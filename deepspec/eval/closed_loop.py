@@ -19,7 +19,7 @@ from ..sampling import Sampling
 from .calibration import survival
 from .cost import Profile
 from .generate import stream
-from .rounds import BUDGET, Enough, Round, RoundLog, Time, Turns
+from .rounds import BUDGET, Enough, Round, RoundLog, Time, Turns, supply
 from .schedule import Choosy, Learning, Schedule
 from .throughput import MEMORY
 from .traces import Trace
@@ -103,13 +103,13 @@ def watch(
     clock: Time = "wall",
 ) -> dict[str, list[Round]]:
     """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted, nor those
-    in which a prompt is read. Users take the prompts in turn.
+    in which a prompt is read. Users take the prompts in turn. InputError where answers are too short for that.
 
     Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
     """
     warmup = warmup_of(users) if warmup is None else warmup
     turns, logs, failures = Turns(len(contenders)), [], []
-    endless = [prompts[i % len(prompts)] for i in range(64 * users)]  # more than will be asked for
+    endless = supply(prompts, users, warmup + rounds)
 
     def run(me: int, log: RoundLog, drafter: Drafter | None, schedule: Schedule | None) -> None:
         turns.take(me)
@@ -140,7 +140,7 @@ def watch(
         thread.join()
     if failures:
         raise failures[0]
-    return {name: log.full(users)[warmup:] for name, log in zip(contenders, logs)}
+    return {name: log.complete(users, warmup + rounds)[warmup:] for name, log in zip(contenders, logs)}
 
 
 def simulate(

@@ -9,9 +9,9 @@ from ..checked import InputError
 from ..hub.files import find_drafter, read_config
 
 
-def named(drafters: Sequence[str]) -> dict[str, str]:
+def named(drafters: Sequence[str], option: str = "--drafter") -> dict[str, str]:
     """[NAME=]DIR -> {name: dir}. A name that is not given is the end of the path, as much as tells them apart; of
-    RUN/drafter the last part says nothing and is left out."""
+    RUN/drafter the last part says nothing and is left out. `option`: where they were given."""
     pairs = [_split(text) for text in drafters]
     names = [n for n, _ in pairs if n is not None]
     whole = [Path(path).absolute() for n, path in pairs if n is None]
@@ -26,10 +26,10 @@ def named(drafters: Sequence[str]) -> dict[str, str]:
     result = {(n if n is not None else next(unnamed, "")): path for n, path in pairs}
     if len(result) != len(pairs):
         raise InputError(
-            f"--drafter: the same name or directory twice: {', '.join(drafters)}; tell them apart by NAME=DIR"
+            f"{option}: the same name or directory twice: {', '.join(drafters)}; tell them apart by NAME=DIR"
         )
     if "baseline" in result:
-        raise InputError("--drafter: the name 'baseline' is taken by the target itself; use another NAME=DIR")
+        raise InputError(f"{option}: the name 'baseline' is taken by the target itself; use another NAME=DIR")
     return result
 
 

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli import main
-from .arguments import add_models, load_models, load_prompts, whole_numbers
-from .options import Parser
+from ..cli import Parser, main, whole
+from .arguments import add_models, check_prompts, load_models, load_prompts, whole_numbers
 
 if TYPE_CHECKING:
     from .closed_loop import Load
     from .cost import Profile
+    from .traces import Trace
 
 Row = dict[str, Any]
+Recorded = tuple["list[Trace]", list[float]]
+"""Traces, and a temperature a slot."""
 NONE = "no speculation"
 
 
@@ -38,10 +40,10 @@ def parser() -> Parser:
     p.add("--traces", type=Path, help="traces.jsonl of deepspec.eval.calibrate, for the simulation; none without it")
     p.add("--sts", type=Path, help="sts.json of deepspec.eval.calibrate; by default the drafter's own temperatures")
     p.add(
-        "--rounds", type=int, default=100, help="of each schedule, after a warm-up, taking turns; with fewer than "
+        "--rounds", type=whole(1), default=100, help="of each schedule, after a warm-up, taking turns; with fewer than "
         "16 users, where a round says less, up to 4 times as many"
     )  # fmt: skip
-    p.add("--repeats", type=int, default=3, help="how often, with other draws; the median counts")
+    p.add("--repeats", type=whole(1), default=3, help="how often, with other draws; the median counts")
     p.add_argument("--simulate", action="store_true", help="only simulate, from --profile and --traces")
     return p
 
@@ -49,7 +51,7 @@ def parser() -> Parser:
 def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
-    from ..cache import writable_dir
+    from ..cache import tentative, writable_dir
     from ..checked import InputError
     from .cost import ANY, load_profile
     from .settings import make_schedule
@@ -61,22 +63,28 @@ def run(arguments: Sequence[str] | None = None) -> None:
     given = None if args.profile is None else load_profile(args.profile)
     for name in args.schedule:
         make_schedule(name, ANY)
-    writable_dir(args.out, "--out")
-    if given is not None and args.simulate:
-        write(args, given, {})
-    else:
-        for profile, real in served(args, given):  # after every repeat, so that an interruption loses one at most
-            write(args, profile, real)
+        if args.schedule.count(name) > 1:
+            raise InputError(f"--schedule: {name!r} is given twice")
+    told = recorded(args)
+    if not args.simulate:
+        check_prompts(args.prompts)
+    with tentative(args.out):
+        writable_dir(args.out, "--out")
+        if given is not None and args.simulate:
+            write(args, told, given, {})
+        else:
+            for profile, real in served(args, given):  # after every repeat, so that an interruption loses one at most
+                write(args, told, profile, real)
     print((args.out / "load.txt").read_text(), end="")
     print(f"written: {args.out}")
 
 
-def write(args: Any, profile: "Profile", real: "dict[tuple[str, int], list[Load]]") -> None:
+def write(args: Any, told: "Recorded | None", profile: "Profile", real: "dict[tuple[str, int], list[Load]]") -> None:
     """All files, of what was served so far."""
     from ..cache import write_text
     from . import plots
 
-    simulated = dict(simulations(args, profile))
+    simulated = {} if told is None else dict(simulations(args, told, profile))
     rows = [
         row(name, users, real.get((name, users), []), simulated.get((name, users)))
         for users in args.concurrency
@@ -145,16 +153,22 @@ def rounds_of(rounds: int, users: int) -> int:
     return rounds * max(1, min(4, 16 // users))
 
 
-def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":
-    """(schedule, users), and what the simulation says; nothing without traces."""
-    from .closed_loop import simulate
-    from .settings import make_schedule
+def recorded(args: Any) -> "Recorded | None":
+    """What --traces holds, and the temperatures of its slots; None without it."""
     from .traces import load_traces
 
     if args.traces is None:
-        return
+        return None
     _, traces = load_traces(args.traces)
-    temperatures = temperatures_of(args, traces[0].logits.shape[1])
+    return traces, temperatures_of(args, traces[0].logits.shape[1])
+
+
+def simulations(args: Any, told: "Recorded", profile: "Profile") -> "Iterator[tuple[tuple[str, int], Load]]":
+    """(schedule, users), and what the simulation says."""
+    from .closed_loop import simulate
+    from .settings import make_schedule
+
+    traces, temperatures = told
     for users in args.concurrency:
         for name in (NONE, *args.schedule):
             schedule = None if name == NONE else make_schedule(name, profile.cost)
@@ -162,18 +176,20 @@ def simulations(args: Any, profile: "Profile") -> "Iterator[tuple[tuple[str, int
 
 
 def temperatures_of(args: Any, slots: int) -> list[float]:
-    """[G] of --sts, of the drafter's config.json, or 1; InputError where --sts is for another block size."""
+    """[G] of --sts, of the drafter's config.json, or 1; InputError where they are for another block size."""
     from ..checked import InputError
     from ..hub.files import find_drafter, read_config
     from .calibration import load_sts
 
     if args.sts is not None:
         found = load_sts(args.sts)
-        if len(found) != slots:
-            raise InputError(f"{args.sts} holds {len(found)} temperatures; the traces have {slots} slots")
-        return found
-    section = read_config(find_drafter(args.drafter)).get("deepspec") or {}
-    return list((section.get("drafter") or {}).get("confidence_temperatures") or [1.0] * slots)
+    else:
+        section = read_config(find_drafter(args.drafter)).get("deepspec") or {}
+        found = list((section.get("drafter") or {}).get("confidence_temperatures") or [1.0] * slots)
+    if len(found) != slots:
+        where = args.sts or f"drafter {args.drafter!r}"
+        raise InputError(f"{where} holds {len(found)} temperatures; the traces have {slots} slots")
+    return found
 
 
 def row(name: str, users: int, real: "Sequence[Load]", simulated: "Load | None") -> Row:

@@ -5,25 +5,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
+
+from ..cli import Parser
 
 if TYPE_CHECKING:
     from .run import Plan
     from .settings import EvalConfig
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one line, as everywhere else, and whose help says the defaults."""
-
-    def error(self, message: str) -> NoReturn:
-        from ..checked import InputError
-
-        raise InputError(f"{message} (see {self.prog} --help)")
-
-    def add(self, name: str, *, help: str, default: Any = None, **more: Any) -> None:
-        """Add an option."""
-        shown = " ".join(map(str, default)) if isinstance(default, list) else default
-        self.add_argument(name, default=default, help=help if default is None else f"{help} (default: {shown})", **more)
 
 
 def add_run_options(p: Parser, *, equality: str) -> None:

@@ -22,7 +22,7 @@ from ..modeling.target import Target
 from ..sampling import Sampling
 from .cost import Additive, StepsPerSecond
 from .generate import stream
-from .rounds import BUDGET, Enough, RoundLog, Time
+from .rounds import BUDGET, Enough, RoundLog, Time, supply
 
 Array = np.ndarray[Any, Any]
 
@@ -98,15 +98,14 @@ def measure(
                 tick()
             return done >= number
 
-        log = RoundLog(target.device, enough, clock)
-        endless = [prompts[i % len(prompts)] for i in range(requests * (4 + 4 * number * (slots + 1) // BUDGET))]
+        log, asked = RoundLog(target.device, enough, clock), supply(prompts, requests, number)
         with contextlib.suppress(Enough):
             for _ in stream(
-                target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
+                target, drafter, asked, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
                 concurrency=requests, clock=log, on_round=log,
             ):  # fmt: skip
                 pass
-        return [r.seconds for r in log.full(requests)]
+        return [r.seconds for r in log.complete(requests, number)]
 
     drafted = rounds(drafter, Probe(plan, requests), len(plan))
     plain = rounds(None, None, WARMUP + OFTEN * repeats)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli import main
+from ..cli import Parser, main, whole
 from .arguments import add_models, load_models, whole_numbers
-from .options import Parser
 
 if TYPE_CHECKING:
     from ..modeling.drafter import Drafter
@@ -29,33 +28,28 @@ def parser() -> Parser:
     )
     add_models(p)
     p.add("--concurrency", type=whole_numbers, default="1,4,16", help="requests in flight, with commas between")
-    p.add("--context", type=int, default=128, help="tokens of each prompt")
-    p.add("--repeats", type=int, default=7, help="rounds of each size; their median counts")
+    p.add("--context", type=whole(1), default=128, help="tokens of each prompt")
+    p.add("--repeats", type=whole(1), default=7, help="rounds of each size; their median counts")
     return p
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
 
-    from ..cache import writable_dir, write_text
+    from ..cache import tentative, writable_dir, write_text
     from ..sampling import Sampling
     from . import plots
     from .cost import Profile
     from .probing import table
 
-    target, drafter = load_models(args)
-    writable_dir(args.out, "--out")
-    prompts = random_prompts(target, args.context, args.seed)
-    profile, measured = make(
-        target,
-        drafter,
-        prompts,
-        args.concurrency,
-        Sampling(temperature=args.temperature),
-        args.repeats,
-        args.seed,
-        args.clock,
-    )
+    sampling = Sampling(temperature=args.temperature)
+    with tentative(args.out):
+        writable_dir(args.out, "--out")
+        target, drafter = load_models(args)
+        prompts = random_prompts(target, args.context, args.seed)
+        profile, measured = make(
+            target, drafter, prompts, args.concurrency, sampling, args.repeats, args.seed, args.clock
+        )
     print(text(measured))
     print(f"the additive cost is off by at most {profile.extra['fit_error']:.1%}")
     write_text(args.out / "sps.json", Profile(table(profile.cost), profile.extra).to_json())  # type: ignore[arg-type]

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from ..checked import InputError
+
 BUDGET = 64
 """Tokens of an answer where rounds are timed; the next request takes its row."""
 
@@ -30,6 +32,12 @@ class Enough(Exception):
 
 
 Time = Literal["wall", "cpu"]
+
+
+def supply(prompts: Sequence[Sequence[int]], requests: int, rounds: int) -> list[Sequence[int]]:
+    """Prompts in turn, for so many rounds in which all `requests` are active: where answers are short, or end at times
+    of their own, most rounds read a prompt."""
+    return [prompts[i % len(prompts)] for i in range(requests * max(64, 4 * rounds))]
 
 
 class RoundLog:
@@ -65,6 +73,16 @@ class RoundLog:
     def full(self, requests: int) -> list[Round]:
         """The rounds of all `requests`, in which no prompt was read."""
         return [r for r in self.rounds if r.requests == requests]
+
+    def complete(self, requests: int, rounds: int) -> list[Round]:
+        """The same; InputError where the prompts came to an end before there were so many."""
+        found = self.full(requests)
+        if len(found) < rounds:
+            raise InputError(
+                f"{len(found)} of {rounds} rounds with {requests} requests in flight: answers are too short, or of too "
+                "many lengths, for rounds that read no prompt; ask for fewer requests or rounds"
+            )
+        return found
 
     def __call__(self, verified: Sequence[int], kept: Sequence[int]) -> None:
         """A round is over. verified, kept [B]: drafts verified, tokens committed of each row; kept 0: it was idle."""

@@ -82,6 +82,7 @@ class EvalConfig(Checked):
             require(getattr(self, name) >= 1, f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("equality", "warmup"):
             require((getattr(self, name) or 0) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require(abs(self.seed) < 2**62, f"seed must be between -2**62 and 2**62, got {self.seed}")
         require(self.limit is None or self.limit >= 1, f"limit must be >= 1, got {self.limit}")
         for name in ("temperatures", "schedule", "verify", "draft"):
             values = getattr(self, name)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli import main
-from .options import Parser, add_run_options, eval_config, run_plan
+from ..cli import Parser, main
+from .options import add_run_options, eval_config, run_plan, task_names
 
 LEVELS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 VARIED = {"depth": "num_draft_layers", "length": "block_size"}
@@ -55,14 +55,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from .run import evaluate_to_files
     from .share import Share
     from .study_views import view
+    from .tasks import find_tasks
 
     schedule = [f"threshold:{x:g}" for x in args.levels] if args.study == "threshold" else ["verify_all"]
     config = eval_config(args, schedule)
+    tasks = find_tasks(task_names(args))  # before anything is trained
     trained = train(args) if args.study in VARIED else []
     drafters = {t.name: str(t.path) for t in trained} if trained else named(args.drafter)
     plan = run_plan(args, drafters, "deepspec.eval.studies", arguments)
     rows = evaluate_to_files(plan, config)
-    if Share.from_environment().world > 1 and {r["task"] for r in rows} != set(_stems(plan.tasks)):
+    if Share.from_environment().world > 1 and {r["task"] for r in rows} != {task.name for task in tasks}:
         return  # another process has the last word
     table, figure = view(args.study, rows, {t.name: (t.recipe, t.value) for t in trained})
     write_text(args.out / f"{args.study}.md", markdown_table(table) + "\n")
@@ -95,22 +97,18 @@ def train(args: Any) -> list[Trained]:
     if Share.from_environment().world > 1:
         raise InputError(f"{args.study} trains its drafters in one process; start it without torchrun")
     field, found = VARIED[args.study], []
-    for recipe, path in named(args.config).items():
-        for value in args.values:
-            name = f"{recipe} {value}"
+    for recipe, path in named(args.config, "--config").items():
+        for value in dict.fromkeys(args.values):
             out = args.out / "drafters" / f"{recipe.replace('/', '-')}-{field}-{value}"
             config = dataclasses.replace(load_config(path, f"drafter.{field}={value}", *args.set), out=out)
-            steps = iter(fit(config))
-            if (first := next(steps, None)) is not None:
-                with tqdm(total=first.total_steps, initial=first.step, unit="step", desc=f"training {name}") as bar:
-                    for _ in steps:
-                        bar.update()
-            found.append(Trained(name, recipe, value, out / "drafter"))
-    return found
-
-
-def _stems(tasks: Sequence[str]) -> list[str]:
-    return [Path(task).stem for task in tasks]
+            found.append((config, Trained(f"{recipe} {value}", recipe, value, out / "drafter")))
+    for config, drafter in found:  # all are known to be right before the first is trained
+        steps = iter(fit(config))
+        if (first := next(steps, None)) is not None:
+            with tqdm(total=first.total_steps, initial=first.step, unit="step", desc=f"training {drafter.name}") as bar:
+                for _ in steps:
+                    bar.update()
+    return [drafter for _, drafter in found]
 
 
 if __name__ == "__main__":

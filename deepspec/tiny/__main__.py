@@ -1,6 +1,5 @@
 """python -m deepspec.tiny"""
 
-import argparse
 import json
 
 from .. import cli
@@ -9,7 +8,7 @@ from . import ensure
 
 def main() -> None:
     """Build where needed; print where it is and its figures."""
-    parser = argparse.ArgumentParser(prog="python -m deepspec.tiny", description="Build the embedded target, once.")
+    parser = cli.Parser(prog="python -m deepspec.tiny", description="Build the embedded target, once.")
     parser.parse_args()
     path = ensure()
     facts = json.loads((path / "tiny.json").read_text(encoding="utf-8"))

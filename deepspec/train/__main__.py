@@ -3,7 +3,6 @@
 The same command under torchrun or accelerate launch trains on several processes.
 """
 
-import argparse
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from .. import cli
 
 
 def command() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepspec.train", description="Train a drafter for a target model.")
+    parser = cli.Parser(prog="python -m deepspec.train", description="Train a drafter for a target model.")
     parser.add_argument("--config", metavar="FILE.py", help="a Python file that defines `config`")
     parser.add_argument(
         "--report", metavar="DIR", help="draw the curves of a run directory to DIR/curves.png, and stop"
@@ -29,7 +28,9 @@ def command() -> int:
     )
     parser.add_argument("--plan", action="store_true", help="say what the run would take, and stop; reads no weights")
     parser.add_argument("--target-config", metavar="FILE", help="--plan: the target's config.json, or its directory")
-    parser.add_argument("--tokens", type=float, metavar="N", help="--plan: size of the data set (default: the paper's)")
+    parser.add_argument(
+        "--tokens", type=cli.number(1), metavar="N", help="--plan: size of the data set (default: the paper's)"
+    )
     args = parser.parse_args()
 
     if args.report is not None:
@@ -39,6 +40,8 @@ def command() -> int:
         return 0
     if args.config is None:
         parser.error("--config is required (or --report DIR)")
+    if not args.plan and (args.tokens is not None or args.target_config is not None):
+        parser.error("--tokens and --target-config are for --plan")
 
     from ..config import load_config
 
