@@ -12,7 +12,6 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ..allocator import keep_freed_memory
 from .recipe import END_ID, ENDOFTEXT_ID, NAME, PAD_ID, Recipe
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ def train(model: "PreTrainedModel", tokens: Tensor, recipe: Recipe, part: Path, 
     fingerprint = hashlib.sha256(tokens.numpy().tobytes() + repr(recipe).encode()).hexdigest()
     first, seconds, average = _resume(part, named, optimizers, fingerprint)
 
-    keep_freed_memory()
     begun = saved = time.perf_counter()
     model.train()
     with tqdm(total=recipe.steps, initial=first, desc=NAME, unit="step", disable=not progress) as bar:
