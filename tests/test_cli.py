@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import write_run
 
 from deepspec import cli
 
 ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "config/dspark/tiny.py"
 COMMANDS = {
     "tiny": "main",
     "train": "command",
@@ -82,12 +82,11 @@ def test_numbers(text, kind, value, capsys):
 def test_training(words, message, tmp_path, capsys, monkeypatch):
     from deepspec.train.__main__ import command
 
-    if "{run}" in words:
-        words = [w.format(run=write_run(tmp_path)) for w in words]
-    before = sorted(tmp_path.rglob("*"))
+    words = [w.format(run=RECIPE) for w in words]
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["x", *words])
     assert message in stopped(command, capsys)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_comparing_drafters(changes, message, tmp_path, capsys, monkeypatch):
     rows = [{**row, "id": "a"}, {**row, "id": "b"}, changes.get("row", row)]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     given = {
-        "--config": [str(ROOT / "config/dspark/tiny.py")],
+        "--config": [str(RECIPE)],
         "--answers": [str(tmp_path / "answers.jsonl")],
         "--out": [str(tmp_path / "out")],
         "--prompts": ["1"],

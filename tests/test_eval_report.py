@@ -215,11 +215,13 @@ def test_what_a_section_says_of_its_run():
     differ = [{"id": f"p{i}", "turn": i % 2, "index": i, "margin": 0.5} for i in range(4)]
     checked = {"equal": 60, "total": 64, "dtype": "float32", "differ": differ}
     same = dict(settings={**SETTINGS, **many, "turns": "all", "warnings": ["one", "two"]}, later_turns=3)
-    cold = row(greedy_equal=checked, timed_greedy_equal=timed, dropped={"no user turn": 7, "twice": 1}, **same)
+    cold = row(
+        samples=50, greedy_equal=checked, timed_greedy_equal=timed, dropped={"no user turn": 7, "twice": 1}, **same
+    )
     hot = row(temperature=1.0, baseline_tokens_per_second=99.5, target_seconds_per_round=0.5, distinct_4gram=0.75)
     hot |= {"repetition_rate": 0.25, "greedy_equal": checked}
     (section,) = report.sections([cold, hot])
-    assert section.title == "held-out: 64 prompts, up to 64 new tokens"
+    assert section.title == "held-out: 50 prompts, up to 64 new tokens"
     assert section.settings == (
         "target some/target@0123456789ab, bfloat16 on cpu, 2 threads x 2 processes, concurrency 8, "
         "verify_all and lagged, token, sample, thinking off, seed 5"
