@@ -13,7 +13,7 @@ norms, softmaxes, gates and the optimiser do, the confidence head's one column, 
 (Eagle3), scores made a second time. Times are CPU time; both alternate in one process, and medians are shown. Peak
 memory is what the process holds at most above what it held before the first step.
 
-The allocator of both processes keeps what is freed, as that of a training run does (deepspec/train/allocator.py).
+The allocator of both processes keeps what is freed, as that of a training run does (deepspec/allocator.py).
 
 --peer is a Python with speculators 0.9.0; its DSpark and Eagle3 run the same sizes, in turns with ours, a process each.
 """

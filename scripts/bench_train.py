@@ -23,10 +23,10 @@ from bench_objective import memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspec
+from deepspec.allocator import keep_freed_memory
 from deepspec.checked import InputError
 from deepspec.config import load_config
 from deepspec.provenance import provenance
-from deepspec.train.allocator import keep_freed_memory
 from deepspec.train.distributed import World
 from deepspec.train.objective import _Slots
 from deepspec.train.setup import build_drafter, prepare

@@ -26,6 +26,8 @@ from .share import Share
 from .tasks import Conversation, Task
 
 Tick = Callable[[], object]
+WARM = 16
+"""Tokens of an answer in the warm-up, which decodes as many prompts at once as the run does."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def measure(models: Models, work: Work, task: Task, temperature: float, tick: Ti
     if missing and config.warmup:
         few = task.prompts[: max(config.warmup, config.concurrency)]
         for contender in work.contenders:
-            decode(models, contender, few, config, sampling, None, _nothing, budget=min(config.max_new_tokens, 64))
+            decode(models, contender, few, config, sampling, None, _nothing, budget=min(config.max_new_tokens, WARM))
     for unit, contender, repeat, key in runs:
         if key not in missing:
             continue

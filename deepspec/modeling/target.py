@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..allocator import keep_freed_memory
 from ..checked import InputError
 from .cache import KVCache, Ragged, as_list, on_device
 from .families import Family, read_family
@@ -87,6 +88,8 @@ class Target:
         `device` and in `dtype` all the same."""
         model = load_model(name, device=device, dtype=dtype, revision=revision, device_map=device_map, bits=bits)
         home = pick_device(device) if device_map is not None else None
+        if model.device.type == "cpu":
+            keep_freed_memory()  # passes take and free blocks of the same sizes
         return cls(model, name=name, revision=revision, tokenizer=load_tokenizer(name, revision=revision), device=home)
 
     @property

@@ -10,12 +10,12 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 
+from ..allocator import keep_freed_memory
 from ..cache import tentative, whole_dir, writable_dir
 from ..checked import ConfigError, InputError, RunError
 from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from . import checkpoint
-from .allocator import keep_freed_memory
 from .distributed import World
 from .report import StepReport
 from .setup import Setup, prepare
