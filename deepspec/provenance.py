@@ -1,6 +1,7 @@
 """Where a file came from: the versions and the commit that made it."""
 
 import contextlib
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -19,8 +20,10 @@ def provenance() -> dict[str, Any]:
     return {**found, "git_sha": git_sha()}
 
 
+@functools.cache
 def git_sha() -> str | None:
-    """The commit, with '-dirty' where tracked files differ; None outside a checkout of this project."""
+    """The commit, with '-dirty' where tracked files differ; None outside a checkout of this project. Asked once: what
+    runs is what was there at the start."""
     root = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str:

@@ -182,27 +182,27 @@ def test_what_a_block_sees(kind, queries, monkeypatch):
     position = torch.tensor([[*range(6), *range(7), 0], [*range(12), 0, 0]])
     batch = make_batch(tgt, document=document, position=position)
     anchors = torch.tensor([[0, 2, 3, 7, 9, 10], [1, 4, 5, 6, 11, 0]])
-    fields = {n: getattr(batch, n) for n in ("tokens", "loss_mask", "features", "hidden", "document", "position")}
+    names = ("tokens", "loss_mask", "features", "hidden", "document", "position")
+    places = list(itertools.product((0, 1), range(14)))
+    # one batch of 28 copies of the two rows; in copy i, place i is changed
+    fields = {n: torch.cat([getattr(batch, n)] * 28) for n in names}
+    changed, where = torch.tensor([2 * i + row for i, (row, _) in enumerate(places)]), torch.tensor([*range(14)] * 2)
+    change = {"tokens": lambda x: (x + 1) % (V - 1), "loss_mask": lambda x: ~x}
     with torch.no_grad():
-        base = drafter.hidden(batch, anchors)
-        for name, row, place in itertools.product(("features", "tokens", "hidden", "loss_mask"), (0, 1), range(14)):
+        base = drafter.hidden(Batch(**fields), torch.cat([anchors] * 28))
+        for name in ("features", "tokens", "hidden", "loss_mask"):
             x = fields[name].clone()
-            x[row, place] = (
-                (x[row, place] + 1) % (V - 1)
-                if name == "tokens"
-                else ~x[row, place]
-                if name == "loss_mask"
-                else x[row, place] + 1
-            )
-            moved = (drafter.hidden(Batch(**{**fields, name: x}), anchors) - base).abs().amax(-1)  # [B, A, G]
-            for b, a in itertools.product((0, 1), range(6)):
+            x[changed, where] = change.get(name, lambda x: x + 1)(x[changed, where])
+            other = drafter.hidden(Batch(**{**fields, name: x}), torch.cat([anchors] * 28))
+            moved = (other - base).abs().amax(-1).unflatten(0, (28, 2))  # [28, B, A, G]
+            for (i, (row, place)), b, a in itertools.product(enumerate(places), (0, 1), range(6)):
                 at = int(anchors[b, a])
                 sees = b == row and document[b, at] == document[row, place]
                 expected = sees and {"features": place < at, "tokens": place == at}.get(name, False)
                 if expected:
-                    assert (moved[b, a] > 1e-5).all(), (name, row, place, b, a)
+                    assert (moved[i, b, a] > 1e-5).all(), (name, row, place, b, a)
                 else:
-                    assert (moved[b, a] < 1e-6).all(), (name, row, place, b, a)
+                    assert (moved[i, b, a] < 1e-6).all(), (name, row, place, b, a)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "rnn-masks"])

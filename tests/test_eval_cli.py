@@ -100,6 +100,18 @@ class World:
 
 
 @pytest.fixture
+def drawn():
+    """Asked for by the test whose run draws its pictures, which are most of such a small run's time."""
+    return {"tau.png", "acceptance.png", "time.png"} if plots.available() else set()
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(plots, "available", lambda: False)
+
+
+@pytest.fixture
 def world(monkeypatch):
     made = World(FakeDrafter("dflash", 1), FakeDrafter("dspark", 2), FakeDrafter("liar", 2, lies=True))
     monkeypatch.setattr(evaluator, "load_models", made.load_models)
@@ -134,7 +146,7 @@ def rows_of(place):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_files_and_figures(world, place, capsys):
+def test_files_and_figures(world, place, capsys, drawn):
     command.run(arguments(place, "--temperature", "0", "1"))
     rows = rows_of(place)
     assert [(r["drafter"], r["temperature"]) for r in rows] == [
@@ -175,7 +187,6 @@ def test_files_and_figures(world, place, capsys):
         assert "greedy float32 output equal to the baseline's: dflash 20/20, dspark 20/20" in text
         assert "dspark is above dflash beyond the 95 % interval" in text
     names = {"results.json", "results.csv", "results.md", "results.html", "generations.jsonl", "progress"}
-    drawn = {"tau.png", "acceptance.png", "time.png"} if plots.available() else set()
     assert {p.name for p in (place / "out").iterdir()} == names | drawn
 
 
@@ -405,8 +416,7 @@ def test_names_of_drafters():
             named(twice)
 
 
-def test_a_missing_picture_is_one_line_and_the_rest_is_written(world, place, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "available", lambda: False)
+def test_a_missing_picture_is_one_line_and_the_rest_is_written(world, place, capsys):
     command.run(arguments(place))
     assert capsys.readouterr().err.count(plots.MISSING) == 1
     assert not list((place / "out").glob("*.png"))

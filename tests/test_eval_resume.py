@@ -11,19 +11,14 @@ import torch
 from deepspec import DFlashConfig, DSparkConfig, Target
 from deepspec.checked import InputError
 from deepspec.eval import __main__ as command
-from deepspec.eval import evaluator, plots
+from deepspec.eval import evaluator
 from deepspec.eval.records import Records
 from deepspec.eval.share import Share
 
 TIMES = ("seconds", "_per_second", "speedup", "decomposition", "efficiency")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def undrawn():
-    """Pictures are most of such a small run's time, and say what results.json says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "available", lambda: False)
-        yield
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def arguments(place, out, *more):
     tasks = f"{place}/one.jsonl,{place}/two.jsonl"
     return [
         *("--drafter", f"{place}/flash", f"{place}/spark", "--tasks", tasks, "--out", str(out), "--device", "cpu"),
-        *("--max-new-tokens", "7", "--temperature", "1", "--warmup", "0", *more),
+        *("--max-new-tokens", "5", "--temperature", "1", "--warmup", "0", *more),
     ]
 
 
@@ -97,7 +92,19 @@ def decoded(monkeypatch):
 ALL = 3 * 16 * 2  # contenders, prompts, the check and the run
 
 
-@pytest.mark.parametrize("after", [5, 40, 70])
+QUICK = [("2", 5), ("2", 40), ("1", 70)]
+"""Stopped in the check's first unit, in a later one, in the run; each with the other size of units is slow."""
+
+
+@pytest.mark.parametrize(
+    "quiet, after",
+    [
+        pytest.param(size, n, marks=[] if (size, n) in QUICK else pytest.mark.slow)
+        for size in ("1", "2")
+        for n in (5, 40, 70)
+    ],
+    indirect=["quiet"],
+)
 def test_interrupted_and_resumed_equals_uninterrupted(after, quiet, place, decoded, tmp_path, capsys):
     more, expected = quiet
     decoded["after"] = after

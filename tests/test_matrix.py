@@ -102,29 +102,31 @@ def test_visibility_by_perturbation(cell):
     document = torch.tensor([[0] * 4 + [1] * 14])
     position = torch.tensor([[*range(4), *range(14)]])
     batch = make_batch(target(family), rows=1, length=18, document=document, position=position)
-    anchors = torch.tensor([[6, 12]])
-    fields = {n: getattr(batch, n) for n in ("tokens", "loss_mask", "features", "hidden", "document", "position")}
+    anchors, places = torch.tensor([[6, 12]]), torch.arange(18)
+    names = ("tokens", "loss_mask", "features", "hidden", "document", "position")
+    fields = {n: getattr(batch, n).repeat_interleave(18, 0) for n in names}  # row i is changed at place i
     with torch.no_grad():
-        base = laws(drafter, batch, anchors)[0]
+        base = laws(drafter, Batch(**fields), anchors.expand(18, 2))
         for i in range(2):  # other blocks
             alone = laws(drafter, batch, anchors[:, i : i + 1])[0, 0]
-            torch.testing.assert_close(alone, base[i], atol=1e-6, rtol=1e-5)
-        for place in range(18):
-            features, tokens, hidden = (fields[n].clone() for n in ("features", "tokens", "hidden"))
-            features[0, place] += 1
-            hidden[0, place] += 1
-            tokens[0, place] = (tokens[0, place] + 1) % (V - 1)
-            moved = (laws(drafter, Batch(**{**fields, "features": features}), anchors)[0] - base).abs().amax(-1)
-            for i, a in enumerate(anchors[0].tolist()):
-                seen = document[0, place] == 1 and a - window < place < a
-                assert bool((moved[i] > 1e-6).all() if seen else (moved[i] == 0).all()), (place, a)
-            moved = (laws(drafter, Batch(**{**fields, "tokens": tokens}), anchors)[0] - base).abs().amax(-1)
-            for (i, a), g in itertools.product(enumerate(anchors[0].tolist()), range(G)):
-                if place > a + g or document[0, place] == 0:
-                    assert moved[i, g] == 0, (place, a, g)
-                if place == a:
-                    assert moved[i, g] > 1e-6, (place, a, g)
-            assert torch.equal(laws(drafter, Batch(**{**fields, "hidden": hidden}), anchors)[0], base)
+            torch.testing.assert_close(alone, base[0, i], atol=1e-6, rtol=1e-5)
+        moved = {}
+        for name in ("features", "tokens", "hidden"):
+            x = fields[name].clone()
+            x[places, places] = (x[places, places] + 1) % (V - 1) if name == "tokens" else x[places, places] + 1
+            other = laws(drafter, Batch(**{**fields, name: x}), anchors.expand(18, 2))
+            moved[name] = (other - base).abs().amax(-1)
+    assert not moved["hidden"].any()
+    for place, (i, a) in itertools.product(range(18), enumerate(anchors[0].tolist())):
+        own = document[0, place] == 1
+        by_features, by_token = moved["features"][place, i], moved["tokens"][place, i]
+        seen = own and a - window < place < a
+        assert bool((by_features > 1e-6).all() if seen else (by_features == 0).all()), (place, a)
+        for g in range(G):
+            if place > a + g or not own:
+                assert by_token[g] == 0, (place, a, g)
+            if place == a:
+                assert by_token[g] > 1e-6, (place, a, g)
 
 
 @cells

@@ -15,6 +15,8 @@ from deepspec.eval.__main__ import run as evaluate
 from deepspec.train import checkpoint, curves, trackers
 from deepspec.train.validate import overlap, read_prompts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
@@ -43,12 +45,12 @@ def test_validation_is_an_evaluation(file, prompts, tmp_path, temperature):
     decoded in the target's dtype, as it is served."""
     out = tmp_path / "out"
     for _ in fit(
-        config(file, out, prompts, "train.save_every=2", "train.keep_last=9", "validate.prompts=5", "validate.seed=11",
-               "train.lr=1e-2", f"validate.temperature={temperature}")
+        config(file, out, prompts, "train.save_every=3", "validate.every=3", "train.keep_last=9", "validate.prompts=5",
+               "validate.seed=11", "train.lr=1e-2", f"validate.temperature={temperature}")
     ):  # fmt: skip
         pass
     rows = validations(out)
-    assert list(rows) == [2, 4, 6]
+    assert list(rows) == [3, 6]
     for step, row in rows.items():
         evaluate(
             ["--drafter", str(checkpoint.folder(out, step)), "--tasks", prompts, "--out", str(tmp_path / f"e{step}"),

@@ -79,11 +79,12 @@ def _documents(source_chars: int) -> dict[str, str]:
 
     documents = {f"topic {name}": text for name, text in topics.items()}
     root = Path(sysconfig.get_path("stdlib"))
+    # Only what belongs to Python: site-packages and per-platform files lie in the same folder.
+    own = [p for p in root.iterdir() if p.name.removesuffix(".py") in sys.stdlib_module_names]
     files = {}
-    for file in root.rglob("*.py"):
+    for file in [f for p in own if p.name not in _SKIP for f in ([p] if p.suffix == ".py" else p.rglob("*.py"))]:
         parts = file.relative_to(root).parts
-        # Only what belongs to Python: site-packages and per-platform files lie in the same folder.
-        if parts[0].removesuffix(".py") in sys.stdlib_module_names and not _SKIP & set(parts):
+        if not _SKIP & set(parts):
             files["/".join(parts)] = file
     total = 0
     for name in sorted(files, key=_hash):
