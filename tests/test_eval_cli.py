@@ -16,6 +16,7 @@ from deepspec.checked import InputError
 from deepspec.data.prompts import Prompt
 from deepspec.eval import __main__ as command
 from deepspec.eval import evaluator, plots
+from deepspec.eval import run as running
 from deepspec.eval.drafters import named
 from deepspec.eval.output import output
 from deepspec.eval.records import Records
@@ -116,7 +117,8 @@ def world(monkeypatch):
     made = World(FakeDrafter("dflash", 1), FakeDrafter("dspark", 2), FakeDrafter("liar", 2, lies=True))
     monkeypatch.setattr(evaluator, "load_models", made.load_models)
     monkeypatch.setattr(evaluator, "stream", made.stream)
-    monkeypatch.setattr(loading, "load_tokenizer", lambda name, revision: None)
+    for module in (loading, running):
+        monkeypatch.setattr(module, "load_tokenizer", lambda name, revision: None)
     return made
 
 

@@ -37,7 +37,7 @@ Time = Literal["wall", "cpu"]
 def supply(prompts: Sequence[Sequence[int]], requests: int, rounds: int) -> list[Sequence[int]]:
     """Prompts in turn, for so many rounds in which all `requests` are active: where answers are short, or end at times
     of their own, most rounds read a prompt."""
-    return [prompts[i % len(prompts)] for i in range(requests * max(64, 4 * rounds))]
+    return [prompts[i % len(prompts)] for i in range(requests * max(64, 2 * rounds))]
 
 
 class RoundLog:
