@@ -3,14 +3,10 @@
 import functools
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import worlds
 from stub_servers import Stub, answer, serving
 from test_data_chat import load
 
@@ -323,27 +319,21 @@ def test_refusals(text, expected):
     assert refuses(text) is expected
 
 
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[3])
-from test_data_servers import answering, collect, prompts
-from pathlib import Path
-collect([sys.argv[1]], answering(), prompts(), Path(sys.argv[2]), concurrency=3)
-"""
+def child(url, out) -> None:
+    collect([url], answering(), prompts(), out, concurrency=3)
 
 
 def test_a_killed_process_loses_no_answer_and_repeats_none(tmp_path):
     """SIGKILL after four of ten; then the rest."""
-    out, here = tmp_path / "a.jsonl", Path(__file__).parent
+    out = tmp_path / "a.jsonl"
     with serving(stub("transformers", delay=0.05), stub("transformers")) as (server, whole):
         server.fail = lambda n: time.sleep(60) if n > 5 else None
-        env = {**os.environ, "PYTHONPATH": str(here.parent)}
-        child = subprocess.Popen([sys.executable, "-c", CHILD, server.url, str(out), str(here)], env=env)
+        process = worlds.process(child, server.url, out)
         for _ in itertools.takewhile(lambda _: not out.exists() or out.read_bytes().count(b"\n") < 5, range(1200)):
-            assert child.poll() is None
+            assert process.is_alive()
             time.sleep(0.05)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        process.kill()
+        process.join()
         assert len(rows(out)) == 5
         server.fail = lambda n: None
         manifest = run(out, server)

@@ -34,7 +34,7 @@ def place(tmp_path_factory):
     for name, config in (("flash", DFlashConfig(**common)), ("spark", DSparkConfig(**common, markov_rank=4))):
         drafter = config.build(target.spec, target.vocab)
         drafter.save(folder / name, target={"name": str(folder / "target"), "revision": None})
-    for name, n in (("one", 11), ("two", 5)):
+    for name, n in (("one", 9), ("two", 3)):
         rows = [{"id": f"{name}{i}", "prompt_ids": [(5 * i + k) % 39 for k in range(2 + i % 4)]} for i in range(n)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
@@ -89,10 +89,10 @@ def decoded(monkeypatch):
     return state
 
 
-ALL = 3 * 16 * 2  # contenders, prompts, the check and the run
+ALL = 3 * 12 * 2  # contenders, prompts, the check and the run
 
 
-QUICK = [("2", 5), ("2", 40), ("1", 70)]
+QUICK = [("2", 5), ("2", 30), ("1", 50)]
 """Stopped in the check's first unit, in a later one, in the run; each with the other size of units is slow."""
 
 
@@ -101,7 +101,7 @@ QUICK = [("2", 5), ("2", 40), ("1", 70)]
     [
         pytest.param(size, n, marks=[] if (size, n) in QUICK else pytest.mark.slow)
         for size in ("1", "2")
-        for n in (5, 40, 70)
+        for n in (5, 30, 50)
     ],
     indirect=["quiet"],
 )
@@ -115,7 +115,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(after, quiet, place, decod
         assert not (tmp_path / "out").exists()
     command.run(arguments(place, tmp_path / "out", *more, "--resume"))
     assert results(tmp_path / "out") == expected
-    assert ALL - after <= decoded["count"] <= ALL - after + 3 * 16, "what was finished is skipped"
+    assert ALL - after <= decoded["count"] <= ALL - after + 3 * 12, "what was finished is skipped"
     capsys.readouterr()
     decoded["count"] = 0
     command.run(arguments(place, tmp_path / "out", *more, "--resume"))
@@ -124,17 +124,17 @@ def test_interrupted_and_resumed_equals_uninterrupted(after, quiet, place, decod
 
 
 def test_a_unit_of_one_prompt_is_the_most_that_is_lost(place, decoded, tmp_path):
-    decoded["after"] = 75
+    decoded["after"] = 55
     with pytest.raises(Stop):
         command.run(arguments(place, tmp_path / "out"))
     decoded.update(after=None, count=0)
     command.run(arguments(place, tmp_path / "out", "--resume"))
-    assert decoded["count"] == ALL - 75
+    assert decoded["count"] == ALL - 55
 
 
 def test_an_unfinished_run_is_neither_lost_nor_mixed_with_another(place, decoded, tmp_path):
     out = tmp_path / "out"
-    decoded["after"] = 60
+    decoded["after"] = 45
     with pytest.raises(Stop):
         command.run(arguments(place, out))
     decoded["after"] = None
@@ -243,7 +243,7 @@ def test_two_shares_of_the_work_give_the_results_of_one(place, quiet, tmp_path, 
         command.run(arguments(place, out, *more))
         assert (out / "results.json").exists() == (rank == order[1])
     assert results(out) == expected
-    assert capsys.readouterr().out.count("one: 11 prompts") == 1
+    assert capsys.readouterr().out.count("one: 9 prompts") == 1
     done = [len((out / "progress" / f"{rank}.jsonl").read_text().splitlines()) for rank in order]
     assert min(done) > 0.2 * sum(done)
 
@@ -273,7 +273,7 @@ def test_two_processes_share_the_work_and_give_the_results_of_one(place, quiet, 
     assert [p.returncode for p in processes] == [0, 0], said
     assert results(out) == expected
     printed = "".join(stdout for stdout, _ in said)
-    assert printed.count("one: 11 prompts") == printed.count("two: 5 prompts") == printed.count("written: ") == 1
+    assert printed.count("one: 9 prompts") == printed.count("two: 3 prompts") == printed.count("written: ") == 1
     done = [len((out / "progress" / f"{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert min(done) > 0
     assert json.loads((out / "results.json").read_text())[0]["settings"]["processes"] == 2

@@ -55,7 +55,7 @@ def anticipates(make, rounds: int = 4, cases: int = 150) -> bool:
         g = torch.Generator().manual_seed(seed)
         schedule = make(curve(seed))
         for r in range(rounds):
-            before = copy.deepcopy(schedule)
+            before = copy.deepcopy(schedule) if r == rounds - 1 else None
             confidence, active, room = batch(1000 * seed + r)
             lengths = schedule(confidence, active, room)
             schedule.settle([int(n * (seed % 3) / 2) for n in lengths])
@@ -80,12 +80,12 @@ def test_looking_ahead_is_found_out():
 
 
 def test_early_stop_finds_the_best_of_all_lengths():
-    """2,000 random instances whose throughput is unimodal along the greedy path, with a best budget that is neither 0
+    """500 random instances whose throughput is unimodal along the greedy path, with a best budget that is neither 0
     nor all: the throughput is that of the best of all 64 length vectors."""
     rng, seen, seed = np.random.default_rng(0), 0, 0
     R, slots = 3, 3
     everything = np.array(list(itertools.product(range(slots + 1), repeat=R)))
-    while seen < 2000:
+    while seen < 500:
         seed += 1
         cost, confidence = curve(seed, R * (slots + 1)), rng.random((R, slots)) ** 0.3
         room = np.full(R, slots)

@@ -62,13 +62,14 @@ def wait(condition, seconds: float = 60) -> None:
 # -- kills and signals -------------------------------------------------------------------------------------------------
 
 
-def test_ten_kills_change_nothing(file, straight, tmp_path):
-    """SIGKILL after step 17 and at nine random instants, also within the writing of a checkpoint: after each, the
-    newest checkpoint is whole and is the uninterrupted run's; the end is bit-equal, weights, optimiser, learning rates
-    and every number logged."""
+@pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.slow)])  # more of the same
+def test_kills_change_nothing(file, straight, kills, tmp_path):
+    """SIGKILL after step 17 and at random instants, also within the writing of a checkpoint: after each, the newest
+    checkpoint is whole and is the uninterrupted run's; the end is bit-equal, weights, optimiser, learning rates and
+    every number logged."""
     out, chance = tmp_path / "out", random.Random(5)
     words = ("--config", str(file), "--set", *LONG, f"out={out}")
-    goals = [17, *(17 + 2 * i for i in range(1, 10))]
+    goals = [17 + 2 * i for i in range(kills)]
     for goal in goals:
         child = worlds.command(*words)
         wait(lambda goal=goal: newest(out) >= goal)
@@ -102,7 +103,13 @@ def test_a_signal_saves_and_exits_with_0(file, straight, number, tmp_path):
     assert len(rows_of(out)) == newest(out)
 
 
-@pytest.mark.parametrize("asked", range(1, 14))
+PLACES = (1, 2, 3, 4, 6, 8)
+"""Of a stop: every one in the first step, two in the second. Others are these, a step or two later."""
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param(n, marks=[] if n in PLACES else pytest.mark.slow) for n in range(1, 14)]
+)
 def test_stopping_within_a_step_loses_nothing(file, straight, asked, tmp_path):
     """Told to stop at any question, between passes or after them, the run ends with the state of its last whole step;
     what was half accumulated leaves no trace."""

@@ -21,7 +21,9 @@ from deepspec.data.batches import Batches
 from deepspec.train.distributed import leave
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["worlds", "deepspec.train.loop", "transformers.models.qwen3.modeling_qwen3"])
+_CONTEXT.set_forkserver_preload(
+    ["worlds", "deepspec.train.loop", "transformers.models.qwen3.modeling_qwen3", "torch._dynamo", "accelerate"]
+)
 SECONDS = 120
 """After which a group of processes is taken to hang."""
 
@@ -67,11 +69,16 @@ def _child(pipe, env, function, args) -> None:
         leave()
 
 
-def command(*words: str):
-    """`python -m deepspec.train WORDS` as a process that can be killed."""
-    child = _CONTEXT.Process(target=_command, args=(words,), daemon=True)
+def process(function, *args):
+    """function(*args) in a process that can be killed."""
+    child = _CONTEXT.Process(target=function, args=args, daemon=True)
     child.start()
     return child
+
+
+def command(*words: str):
+    """`python -m deepspec.train WORDS` as a process that can be killed."""
+    return process(_command, words)
 
 
 def _command(words) -> None:
