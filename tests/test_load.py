@@ -340,6 +340,7 @@ def test_the_whole_path(models, capsys, monkeypatch):
     """Calibrate, profile, serve, simulate: every file is written, holds a server's keys, and serves the next command;
     calibrating again records nothing anew."""
     common, root = models
+    monkeypatch.setattr(closed_loop, "MEMORY", 8)  # a short warm-up: most of the rounds are of it
     prompts, out = ["--prompts", str(root / "prompts.jsonl")], root / "out"
     calibrate.run([*common, *prompts, "--rounds", "60", "--max-new-tokens", "12", "--concurrency", "4"])
     served = json.loads((out / "sts.json").read_text())
