@@ -332,7 +332,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_the_page_holds_the_same_cells_and_needs_nothing_beside_it():
-    rows = both() + [{**r, "task": "<other> & task"} for r in both()]
+    rows = [*both(), row("a <b> & c")] + [{**r, "task": "<other> & task"} for r in both()]
     reader = Reader()
     text = page.html(rows, {"by slot": b"\x89PNG1", "by task": b"\x89PNG2"})
     reader.feed(text)
