@@ -145,17 +145,16 @@ class _Scheduler:
             self._on, self._since = True, 0
             return active
         self._on = False
-        if self._since < self._pause(requests, forecast[1], len(active)):
+        if self._since < self._pause(requests, len(active)):
             return torch.zeros_like(active)
         self._since, self._turn = 0, self._turn + 1
         return active & (torch.arange(len(active)) % PROBE_ROWS == self._turn % min(PROBE_ROWS, len(active)))
 
-    def _pause(self, requests: int, gain: float, rows: int) -> float:
-        """Rounds from one probe to the next: it costs a draft, and no more than drafting for everybody would lose."""
+    def _pause(self, requests: int, rows: int) -> float:
+        """Rounds from one probe to the next: it costs a draft."""
         probed = -(-rows // PROBE_ROWS)
         draft = float(self.cost.step(probed, np.array([probed]))[0]) - self.cost.plain(probed)
-        loss = min(draft / self.cost.plain(requests), 1 - gain)
-        return min(max(loss / PROBING, 2.0), PROBE_ROUNDS)
+        return min(max(draft / self.cost.plain(requests) / PROBING, 2.0), PROBE_ROUNDS)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
         values = confidence.double().cpu().numpy()
