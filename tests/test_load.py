@@ -253,6 +253,15 @@ def test_a_simulation_is_the_cost_and_the_traces():
     assert simulate(traces(2), [0.1] * G, bench, threshold(0.95), R, rounds=30).verified == 30 * R * G
 
 
+@pytest.mark.parametrize("budget, rounds", [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (8, 3), (9, 4), (99, 4)])
+def test_a_trace_within_a_budget(budget, rounds):
+    """Rounds that commit 2, 1, 4 and 1 tokens after the prefill's one bring an answer to 3, 4, 8 and 9 tokens."""
+    logits, survived = np.arange(4 * G).reshape(4, G), np.array([1, 0, 3, 0])
+    part = Trace("t", logits, survived).within(budget)
+    assert part.id == "t" and part.survived.tolist() == [1, 0, 3, 0][:rounds]
+    assert np.array_equal(part.logits, logits[:rounds])
+
+
 def test_a_simulation_goes_through_its_traces():
     """Rounds that keep nothing and all in turn: half of all drafts survive, whoever starts where."""
     logits, survived = np.zeros((20, G)), np.array([0, G] * 10)

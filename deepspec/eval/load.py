@@ -1,6 +1,7 @@
 """`python -m deepspec.eval.load`: throughput under closed-loop load, measured and simulated."""
 
 import json
+import random
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -126,6 +127,7 @@ def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[
     with tqdm(total=len(args.concurrency) * args.repeats, unit="run", desc="load", disable=None) as bar:
         for repeat in range(args.repeats):
             seed = args.seed + 100_000 * repeat
+            random.Random(seed).shuffle(prompts)  # few rounds take few prompts; files often begin with those of a kind
             for users in args.concurrency:
                 contenders: dict[str, Contender] = {NONE: (None, None)}
                 contenders |= {name: (drafter, make_schedule(name, believed)) for name in args.schedule}
@@ -155,11 +157,13 @@ def rounds_of(rounds: int, users: int) -> int:
 
 def recorded(args: Any) -> "Recorded | None":
     """What --traces holds, and the temperatures of its slots; None without it."""
+    from .rounds import BUDGET
     from .traces import load_traces
 
     if args.traces is None:
         return None
-    _, traces = load_traces(args.traces)
+    # answers as long as those that are served
+    traces = [trace.within(BUDGET) for trace in load_traces(args.traces)[1]]
     return traces, temperatures_of(args, traces[0].logits.shape[1])
 
 

@@ -36,6 +36,12 @@ class Trace:
     survived: Array
     """[n] int: drafts accepted where all are verified."""
 
+    def within(self, budget: int) -> Trace:
+        """Its rounds up to the one that brings the answer to `budget` tokens, the token before the first round counted;
+        at least one."""
+        rounds = 1 + int(np.searchsorted(1 + (self.survived + 1).cumsum(), budget))
+        return Trace(self.id, self.logits[:rounds], self.survived[:rounds])
+
 
 def collect(
     target: Target,
