@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..modeling.cache import on_device
+from ..modeling.cache import Ragged, on_device
 from ..modeling.drafter import Drafter, Proposal
 from ..modeling.target import Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
@@ -161,7 +161,7 @@ class Loop:
             tokens = self._tokens(proposal.tokens, prompts, max(counts))
             last = [1 if row in prompts else n for row, n in enumerate(counts)] if new else None
             scored = self.session.score(tokens, counts, last=last)
-            verdict = self._verdict(scored.logits, proposal, on_device(admitted, self.device), chance)
+            verdict = self._verdict(scored.logits, last or counts, proposal, on_device(admitted, self.device), chance)
             next_token = verdict.next_token[:, None]
             # the round's one read back
             host = torch.cat([verdict.accepted[:, None], next_token, proposal.tokens], 1).tolist()
@@ -200,12 +200,22 @@ class Loop:
         grid[on_device(list(prompts), self.device)] = on_device(flat, self.device).view(-1, width)
         return grid
 
-    def _verdict(self, logits: Tensor, proposal: Proposal, lengths: Tensor, chance: Tensor) -> Verdict:
-        """What is kept of the drafts, and the next token; logits [B, S, V], lengths [B], the anchors' chance."""
+    def _verdict(
+        self, logits: Tensor, counts: Sequence[int], proposal: Proposal, lengths: Tensor, chance: Tensor
+    ) -> Verdict:
+        """What is kept of the drafts, and the next token; logits [B, S, V] of counts[b] <= S places, lengths [B], the
+        anchors' chance. Where less than half of the grid is real, laws are formed of that alone."""
+        S = logits.shape[1]
+        few = not self.session.fixed and 2 * sum(counts) <= self.rows * S
+        real = Ragged(list(counts) if few else [S] * self.rows, self.device)
+        packed = real.pack(logits)
         if self.sampling.temperature == 0:
-            return agree(likeliest(logits), proposal.tokens, lengths)
+            return agree(real.unpack(likeliest(packed), S), proposal.tokens, lengths)
+        laws = real.unpack(self.sampling.probs(packed), S)
+        if idle := [row for row, n in enumerate(real.counts) if not n]:
+            laws[on_device(idle, self.device), 0, 0] = 1.0  # an idle row draws some token too
         coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
-        return verify(self.sampling.probs(logits), proposal, lengths, coins, self.settings.rule)
+        return verify(laws, proposal, lengths, coins, self.settings.rule)
 
     def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, list[int]]:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""
