@@ -17,7 +17,7 @@ import deepspec
 from deepspec import InputError, Sampling
 from deepspec.data.prompts import Prompt
 from deepspec.eval import arguments, calibrate, closed_loop, load, plots, profile, rounds
-from deepspec.eval.closed_loop import Load, serve, simulate
+from deepspec.eval.closed_loop import Load, serve, simulate, warmup_of
 from deepspec.eval.cost import Additive, Profile, load_profile
 from deepspec.eval.figures import Models
 from deepspec.eval.probing import (
@@ -185,7 +185,8 @@ def test_what_is_served_is_counted():
     known = [p + g.tokens for p, g in zip(prompts, deepspec.generate(tgt, None, prompts, max_new_tokens=80))]
     oracle = Planned(tgt, known, G)
     contenders = {"none": (None, None), "all": (oracle, verify_all()), "some": (oracle, Probe([2], 2))}
-    done = serve(tgt, contenders, prompts, 2, rounds=10, warmup=2, sampling=Sampling())
+    seen = serve(tgt, contenders, prompts, 2, rounds=10, warmup=2, sampling=Sampling())
+    done = {name: Load.of(2, its) for name, its in seen.items()}
     full, plain, some = done["all"], done["none"], done["some"]
     assert list(done) == list(contenders) and full.rounds == plain.rounds == some.rounds == 10
     assert full.tokens == 2 * (G + 1) * 10 and full.verification_length == G
@@ -218,7 +219,7 @@ def test_contenders_take_turns():
     tgt = target()
     contenders = {"none": (None, None), "broken": (make_drafter("vanilla", tgt), Broken([1], 2))}
     with pytest.raises(ZeroDivisionError):
-        serve(tgt, contenders, [[1]], 2, rounds=3, sampling=Sampling())
+        serve(tgt, contenders, [[1]], 2, rounds=3, warmup=warmup_of(2), sampling=Sampling())
 
 
 def test_as_many_rounds_as_asked_or_a_clear_error(monkeypatch):
@@ -226,7 +227,8 @@ def test_as_many_rounds_as_asked_or_a_clear_error(monkeypatch):
     this is said."""
     tgt = target()
     monkeypatch.setattr(closed_loop, "BUDGET", 2)
-    done = serve(tgt, {"none": (None, None)}, [[1]], 2, rounds=66, warmup=1, sampling=Sampling())["none"]
+    seen = serve(tgt, {"none": (None, None)}, [[1]], 2, rounds=66, warmup=1, sampling=Sampling())["none"]
+    done = Load.of(2, seen)
     assert done.rounds == 66 and done.tokens == 2 * 66
     monkeypatch.setattr(tgt, "stop_ids", tuple(range(tgt.vocab.size)))
     with pytest.raises(InputError, match="0 of 5 rounds with 2 requests in flight"):

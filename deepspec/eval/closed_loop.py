@@ -67,6 +67,11 @@ Contender = tuple[Drafter | None, Schedule | None]
 """Without a drafter: no speculation."""
 
 
+def warmup_of(users: int) -> int:
+    """Rounds that need not count: 8, or as many as a schedule needs to have a history."""
+    return max(8, 2 + MEMORY // users)
+
+
 def serve(
     target: Target,
     contenders: Mapping[str, Contender],
@@ -74,30 +79,7 @@ def serve(
     users: int,
     *,
     rounds: int,
-    warmup: int | None = None,
-    sampling: Sampling,
-    seed: int = 0,
-    clock: Time = "wall",
-) -> dict[str, Load]:
-    """What each contender does with so many users, as `watch` has it."""
-    how: dict[str, Any] = dict(rounds=rounds, warmup=warmup, sampling=sampling, seed=seed, clock=clock)
-    watched = watch(target, contenders, prompts, users, **how)
-    return {name: Load.of(users, seen) for name, seen in watched.items()}
-
-
-def warmup_of(users: int) -> int:
-    """By default: 8 rounds, or as many as a schedule needs to have a history."""
-    return max(8, 2 + MEMORY // users)
-
-
-def watch(
-    target: Target,
-    contenders: Mapping[str, Contender],
-    prompts: Sequence[Sequence[int]],
-    users: int,
-    *,
-    rounds: int,
-    warmup: int | None = None,
+    warmup: int,
     sampling: Sampling,
     seed: int = 0,
     clock: Time = "wall",
@@ -107,7 +89,6 @@ def watch(
 
     Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
     """
-    warmup = warmup_of(users) if warmup is None else warmup
     turns, logs, failures = Turns(len(contenders)), [], []
     endless = supply(prompts, users, warmup + rounds)
 

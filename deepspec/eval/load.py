@@ -111,7 +111,7 @@ def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[
     from tqdm import tqdm
 
     from ..sampling import Sampling
-    from .closed_loop import Contender, Load, warmup_of, watch
+    from .closed_loop import Contender, Load, serve, warmup_of
     from .probing import Probe, found, merged, planned
     from .profile import describe, make
     from .rounds import BUDGET
@@ -132,13 +132,13 @@ def served(args: Any, given: "Profile | None") -> "Iterator[tuple[Profile, dict[
                 contenders: dict[str, Contender] = {NONE: (None, None)}
                 contenders |= {name: (drafter, make_schedule(name, believed)) for name in args.schedule}
                 rounds, warmup = rounds_of(args.rounds, users), warmup_of(users)
-                # as many rounds as the others', and each size twice at least
-                plan = planned(drafter.num_slots, users, max(2, rounds // 11), seed=seed, warmup=warmup)
                 if given is None:
+                    # as many rounds as the others', and each size twice at least
+                    plan = planned(drafter.num_slots, users, max(2, rounds // 11), seed=seed, warmup=warmup)
                     contenders["probe"] = drafter, Probe(plan, users)
                     rounds = max(rounds, len(plan) - warmup)
                 how: dict[str, Any] = dict(sampling=sampling, seed=seed, clock=args.clock, rounds=rounds, warmup=warmup)
-                watched = watch(target, contenders, prompts, users, **how)
+                watched = serve(target, contenders, prompts, users, **how)
                 for name in names:
                     loads[name, users].append(Load.of(users, watched[name]))
                 if given is None:

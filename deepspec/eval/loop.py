@@ -205,17 +205,17 @@ class Loop:
     ) -> Verdict:
         """What is kept of the drafts, and the next token; logits [B, S, V] of counts[b] <= S places, lengths [B], the
         anchors' chance. Where less than half of the grid is real, laws are formed of that alone."""
-        S = logits.shape[1]
-        few = not self.session.fixed and 2 * sum(counts) <= self.rows * S
-        real = Ragged(list(counts) if few else [S] * self.rows, self.device)
-        packed = real.pack(logits)
-        if self.sampling.temperature == 0:
-            return agree(real.unpack(likeliest(packed), S), proposal.tokens, lengths)
-        laws = real.unpack(self.sampling.probs(packed), S)
-        if idle := [row for row, n in enumerate(real.counts) if not n]:
-            laws[on_device(idle, self.device), 0, 0] = 1.0  # an idle row draws some token too
+        greedy, S = self.sampling.temperature == 0, logits.shape[1]
+        form = likeliest if greedy else self.sampling.probs
+        if self.session.fixed or 2 * sum(counts) > self.rows * S:
+            formed = form(logits)
+        else:
+            real = Ragged([max(n, 1) for n in counts], self.device)  # an idle row draws some token too
+            formed = real.unpack(form(real.pack(logits)), S)
+        if greedy:
+            return agree(formed, proposal.tokens, lengths)
         coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
-        return verify(laws, proposal, lengths, coins, self.settings.rule)
+        return verify(formed, proposal, lengths, coins, self.settings.rule)
 
     def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, list[int]]:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""

@@ -137,13 +137,13 @@ def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) ->
 
 def merged(measured: Sequence[Measured]) -> list[Measured]:
     """One for each number of requests: the medians of those measured at different times, in the same sizes."""
-    merged = []
+    medians = []
     for requests in sorted({m.requests for m in measured}):
         same = [m for m in measured if m.requests == requests]
         plain, off = (statistics.median(getattr(m, name) for m in same) for name in ("plain", "off"))
         step = {b: statistics.median(m.step[b] for m in same) for b in same[0].step}
-        merged.append(Measured(requests, plain, off, step))
-    return merged
+        medians.append(Measured(requests, plain, off, step))
+    return medians
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:

@@ -154,8 +154,9 @@ class _Work:
         """h [C, D], r [C, R], the target's logits at its positions `seen` [P, V], weight [C]."""
         c, cap, markov = self.config, self.vocab.softcap, self.w2.numel() > 0
         weights = c.ce, c.kl, c.tv
-        number, size = len(h), rounded(len(h), h.device.type, h.dtype)
-        h, r = (F.pad(x, (0, 0, 0, size - number)) for x in (h, r))  # the logits of what is added are 0, and stay so
+        number = len(h)
+        if more := rounded(number, h.device.type, h.dtype) - number:
+            h, r = (F.pad(x, (0, 0, 0, more)) for x in (h, r))  # the logits of what is added are 0, and stay so
         logits = F.linear(h, self.head)
         base = logits.clone() if cap is not None and markov else logits  # the cap is on the base logits only
         if cap is None and markov:
@@ -200,7 +201,7 @@ class _Work:
             out.kl[cut] = (log_z if share is None else log_z * share) - mean
         out.l1[cut] = l1 / z if share is None else l1 / z + (1 - share).clamp(min=0)
         if out.wanted:
-            scale = F.pad(weight / z * _unit(weights), (0, size - number))
+            scale = F.pad(weight / z * _unit(weights), (0, more))
             out.add(cut, logits, base, r, self.head, self.w2, scale)
 
 
