@@ -10,7 +10,7 @@ a kv head, M = R * G, H head dim, W own places of a group, C groups of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +53,71 @@ class TwoParts:
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
     @torch.compiler.disable  # slices are of another size in every batch
-    def __call__(
-        self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float
-    ) -> Tensor:
-        """q [B, A, G, Q, H]; context keys and values [B, T, K, H], own ones in parts [B, A, w, K, H] whose w add up to
-        W -> [B, A, G, Q, H]. A query that sees no place is NaN."""
-        out: Tensor = _Attention.apply(q, *context, self, scale, *(x for pair in own for x in pair))
+    def __call__(self, q: Tensor, context: tuple[Tensor, Tensor], own: Own, scale: float) -> Tensor:
+        """q [B, A, G, Q, H]; context keys and values [B, T, K, H]; what `own` holds by now -> [B, A, G, Q, H]. A query
+        that sees no place is NaN."""
+        out: Tensor = _Attention.apply(q, *context, self, own, scale, *own.links)
         return out
+
+
+class Own:
+    """Keys and values of W places that each group has for itself, added one after another and never copied again.
+    Attention reads what is there by then, and adds its gradients in one place, which each addition takes its part of."""
+
+    keys: Tensor
+    """[BKA, W, H]; 0 where nothing has been added."""
+    values: Tensor
+    """The same."""
+
+    def __init__(self, places: int) -> None:
+        """places: W."""
+        self.places, self.used, self.links = places, 0, list[Tensor]()
+        self._gradients: tuple[Tensor, Tensor] | None = None
+
+    @torch.compiler.disable
+    def add(self, k: Tensor, v: Tensor) -> Own:
+        """Keys and values of the next places [B, A, w, K, H]."""
+        self.links.append(_Add.apply(k, v, self))
+        return self
+
+    def put(self, pair: tuple[Tensor, Tensor]) -> slice:
+        """Writes the next places; which they are."""
+        B, A, w, K, H = pair[0].shape
+        if not self.used:
+            self.keys, self.values = (x.new_zeros(B * K * A, self.places, H) for x in pair)
+        at = slice(self.used, self.used + w)
+        for whole, part in zip((self.keys, self.values), pair, strict=True):
+            whole[:, at].view(B, K, A, w, H).copy_(part.permute(0, 3, 1, 2, 4))
+        self.used += w
+        return at
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of keys and of values, to be added to."""
+        if self._gradients is None:
+            self._gradients = torch.zeros_like(self.keys, dtype=dtype), torch.zeros_like(self.values, dtype=dtype)
+        return self._gradients
+
+    def take(self, at: slice, like: Tensor) -> list[Tensor]:
+        """Gradients of what was put `at`, as `like` [B, A, w, K, H]. The first addition takes its part last."""
+        B, A, w, K, H = like.shape
+        parts = self.gradients(like.dtype)
+        if not at.start:
+            self._gradients = None
+        return [x[:, at].unflatten(0, (B, K, A)).permute(0, 2, 3, 1, 4).to(like.dtype).contiguous() for x in parts]
+
+
+class _Add(torch.autograd.Function):
+    """Puts keys and values in their places. Its empty result links whatever attends to them to what they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, own: Own) -> Tensor:
+        ctx.own, ctx.at, ctx.like = own, own.put((k, v)), torch.empty_like(k, device="meta")
+        return k.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, unused: Tensor) -> Any:
+        return *ctx.own.take(ctx.at, ctx.like), None
 
 
 def _bounds(seen: list[Tensor]) -> list[list[int]]:
@@ -94,7 +152,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, scale: float, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, own: Own, scale: float, *links: Tensor
+    ) -> Tensor:
         (B, A, G, Q, _), K = q.shape, k.shape[2]
         M, exact = Q // K * G, torch.promote_types(q.dtype, torch.float32)
         keep, kept = view.keep and any(ctx.needs_input_grad), []
@@ -102,9 +162,9 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             queries, keys, values = _front(q, K, scale), _turned(k), _turned(v)
             near, tops = None, [None] * len(sizes)
-            if own:
-                near = _groups(queries, A) @ _gathered(own[0::2]).mT
-                near = near.to(exact).view(B * K, A * M, -1)
+            if own.used:
+                near = (_groups(queries, A) @ own.keys.mT).to(exact).view(B * K, A * M, -1)
+                near[..., own.used :] = -torch.inf
                 tops = near.amax(-1, keepdim=True).split(sizes, 1)
             found = []
             for piece, part, best in zip(view.slices, queries.split(sizes, 1), tops, strict=True):
@@ -117,18 +177,17 @@ class _Attention(torch.autograd.Function):
             if near is not None:
                 near.sub_(top).exp_()
                 total += near.sum(-1, keepdim=True)
-                out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ _gathered(own[1::2]))
+                out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ own.values)
             share = total.reciprocal_()
             result = _back(out, share, q, K)
-        ctx.view, ctx.scale = view, scale
-        ctx.save_for_backward(q, k, v, result, near, top, share, *kept, *own)
+        ctx.view, ctx.own, ctx.scale, ctx.links = view, own, scale, len(links)
+        ctx.save_for_backward(q, k, v, result, near, top, share, *kept)
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, out, near, top, share, *rest = ctx.saved_tensors
-        kept, own = rest[: len(ctx.view.slices)], rest[len(ctx.view.slices) :]
+        q, k, v, out, near, top, share, *kept = ctx.saved_tensors
         (B, A, G, _, _), (_, T, K, H), exact = q.shape, k.shape, top.dtype
         sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
         with torch.autocast(q.device.type, enabled=False):
@@ -146,18 +205,16 @@ class _Attention(torch.autograd.Function):
                 _plus(d_v[:, at], p.to(v.dtype).mT, ds)
                 _plus(d_k[:, at], d_s.mT, qs)
                 found.append(d_s @ keys[:, at])
-            d_q, d_own = torch.cat(found, 1).to(exact), []
-            if own:
-                own_k, own_v = _gathered(own[0::2]), _gathered(own[1::2])
+            d_q = torch.cat(found, 1).to(exact)
+            if near is not None:
                 queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
-                d_s = (d @ own_v.mT).to(exact).sub_(mean).mul_(near).to(q.dtype)
-                _plus(_groups(d_q, A), d_s, own_k)
-                # of keys and of values, [B, K, A, W, H]
-                whole = (x.unflatten(0, (B, K, A)) for x in (d_s.mT @ queries, near.to(v.dtype).mT @ d))
-                pairs = zip(*(x.split([y.shape[2] for y in own[0::2]], 3) for x in whole), strict=True)
-                d_own = [x.permute(0, 2, 3, 1, 4).contiguous() for pair in pairs for x in pair]
+                d_s = (d @ ctx.own.values.mT).to(exact).sub_(mean).mul_(near).to(q.dtype)
+                _plus(_groups(d_q, A), d_s, ctx.own.keys)
+                own_k, own_v = ctx.own.gradients(exact)
+                _plus(own_k, d_s.mT, queries)
+                _plus(own_v, near.to(v.dtype).mT, d)
             d_k, d_v = (x.unflatten(0, (B, K)).transpose(1, 2).contiguous().to(k.dtype) for x in (d_k, d_v))
-        return _back(d_q, ctx.scale, q, K), d_k, d_v, None, None, *d_own
+        return _back(d_q, ctx.scale, q, K), d_k, d_v, *[None] * (3 + ctx.links)
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
@@ -209,9 +266,3 @@ def _back(x: Tensor, scale: Tensor | float, like: Tensor, K: int) -> Tensor:
 def _turned(x: Tensor) -> Tensor:
     """[B, T, K, H] -> [BK, T, H]."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """[B, A, w, K, H] of each part -> [BKA, W, H]."""
-    whole = torch.cat(list(parts), 2) if len(parts) > 1 else parts[0]
-    return whole.permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()
