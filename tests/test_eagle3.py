@@ -205,10 +205,11 @@ def test_unrolled_attention_is_its_naive_twin(earlier, slices, kept, monkeypatch
     view = Unrolled(rows, document, 0.4, (Q, K), earlier + 1)
     assert len(view.parts.slices) == slices and view.parts.keep == bool(kept)
     inputs = [q, k, v, *[x for pair in own for x in pair]]
-    ours = [view(q[0], (k, v))]
+    view.start(k, v)
+    ours = [view(q[0])]
     for g, pair in enumerate(own, 1):
         view.add(*pair)
-        ours.append(view(q[g], (k, v)))
+        ours.append(view(q[g]))
     twin = torch.stack([naive(q[g], k, v, own[:g], rows, document, 0.4) for g in range(earlier + 1)])
     torch.testing.assert_close(torch.stack(ours), twin, atol=1e-10, rtol=0)
     right = torch.autograd.grad((twin * weight).sum(), inputs)

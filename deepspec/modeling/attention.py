@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .two_parts import Own, TwoParts
+from .two_parts import Own, TwoParts, turned
 
 Backend = Literal["auto", "flex", "sdpa"]
 
@@ -105,7 +105,8 @@ class Anchored:
     def _plain(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         blocks = self.anchors.shape[1], self.slots
         own = Own(self.slots).add(*(x.unflatten(1, blocks) for x in block))
-        return self._parts(q.unflatten(1, blocks), context, own, scale).flatten(1, 2)
+        keys, values = (turned(x) for x in context)
+        return self._parts(q.unflatten(1, blocks), (keys, values), own, scale).flatten(1, 2)
 
 
 @functools.cache

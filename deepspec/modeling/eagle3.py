@@ -153,7 +153,7 @@ class Eagle3(Drafter):
         normed, residual = self._normed(states)
         following = torch.arange(1, T + 1, device=rows.device).clamp(max=T - 1).expand(B, T)
         kv = _plus(pick(token_part[..., sizes[0] :], following), normed, of_state[sizes[0] :]).split(sizes[1:], -1)
-        first = layer.self_attn.placed_kv(kv[0], kv[-1], self.rotary(positions))
+        view.start(*layer.self_attn.placed_kv(kv[0], kv[-1], self.rotary(positions)))
         q = _plus(parts[0][..., : sizes[0]], pick(normed, rows), of_state[: sizes[0]])
         x, slots = pick(residual, rows), []
         for g in range(self.num_slots):
@@ -162,7 +162,7 @@ class Eagle3(Drafter):
                 normed, x = self._normed(x)
                 q, *kv = _plus(parts[g], normed, of_state).split(sizes, -1)
                 view.add(*layer.self_attn.placed_kv(kv[0], kv[-1], rotary))
-            x = self._recur(layer.finish(x, view(layer.self_attn.placed_q(q, rotary), first)))
+            x = self._recur(layer.finish(x, view(layer.self_attn.placed_q(q, rotary))))
             slots.append(x)
         read = self._read(torch.stack(slots, 2))
         return read if A == width else nn.functional.pad(read, (0, 0, 0, 0, 0, A - width))

@@ -54,10 +54,15 @@ class TwoParts:
 
     @torch.compiler.disable  # slices are of another size in every batch
     def __call__(self, q: Tensor, context: tuple[Tensor, Tensor], own: Own, scale: float) -> Tensor:
-        """q [B, A, G, Q, H]; context keys and values [B, T, K, H]; what `own` holds by now -> [B, A, G, Q, H]. A query
-        that sees no place is NaN."""
+        """q [B, A, G, Q, H]; context keys and values as `turned` gives them; what `own` holds by now
+        -> [B, A, G, Q, H]. A query that sees no place is NaN."""
         out: Tensor = _Attention.apply(q, *context, self, own, scale, *own.links)
         return out
+
+
+def turned(x: Tensor) -> Tensor:
+    """Keys or values of a context [B, T, K, H] -> [BK, T, H]."""
+    return x.transpose(1, 2).contiguous().flatten(0, 1)
 
 
 class Own:
@@ -155,12 +160,12 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, own: Own, scale: float, *links: Tensor
     ) -> Tensor:
-        (B, A, G, Q, _), K = q.shape, k.shape[2]
+        (B, A, G, Q, _), K = q.shape, len(k) // len(q)
         M, exact = Q // K * G, torch.promote_types(q.dtype, torch.float32)
         keep, kept = view.keep and any(ctx.needs_input_grad), []
         sizes = [piece.groups * M for piece in view.slices]
         with torch.autocast(q.device.type, enabled=False):
-            queries, keys, values = _front(q, K, scale), _turned(k), _turned(v)
+            queries = _front(q, K, scale)
             near, tops = None, [None] * len(sizes)
             if own.used:
                 near = (_groups(queries, A) @ own.keys.mT).to(exact).view(B * K, A * M, -1)
@@ -168,10 +173,10 @@ class _Attention(torch.autograd.Function):
                 tops = near.amax(-1, keepdim=True).split(sizes, 1)
             found = []
             for piece, part, best in zip(view.slices, queries.split(sizes, 1), tops, strict=True):
-                p = _scores(part, keys[:, piece.places], piece.hidden, (B, K, G), exact)
+                p = _scores(part, k[:, piece.places], piece.hidden, (B, K, G), exact)
                 best = _top(p, best)
                 p.sub_(best).exp_()
-                found.append((best, p.sum(-1, keepdim=True), p.to(v.dtype) @ values[:, piece.places]))
+                found.append((best, p.sum(-1, keepdim=True), p.to(v.dtype) @ v[:, piece.places]))
                 kept.append(p if keep else None)
             top, total, out = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             if near is not None:
@@ -181,40 +186,39 @@ class _Attention(torch.autograd.Function):
             share = total.reciprocal_()
             result = _back(out, share, q, K)
         ctx.view, ctx.own, ctx.scale, ctx.links = view, own, scale, len(links)
-        ctx.save_for_backward(q, k, v, result, near, top, share, *kept)
+        ctx.save_for_backward(queries, k, v, result, near, top, share, *kept)
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, out, near, top, share, *kept = ctx.saved_tensors
-        (B, A, G, _, _), (_, T, K, H), exact = q.shape, k.shape, top.dtype
+        queries, k, v, out, near, top, share, *kept = ctx.saved_tensors
+        B, A, G, _, _ = out.shape
+        K, exact = len(k) // B, top.dtype
         sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
-        with torch.autocast(q.device.type, enabled=False):
-            queries, keys, values = _front(q, K, ctx.scale), _turned(k), _turned(v)
+        with torch.autocast(k.device.type, enabled=False):
             mean = _front((d_out.to(exact) * out).sum(-1, keepdim=True), K, share)
             d = _front(d_out, K, share)
-            d_k, d_v = (torch.zeros(B * K, T, H, dtype=exact, device=k.device) for _ in "kv")
+            d_k, d_v = (torch.zeros_like(x, dtype=exact) for x in (k, v))
             found = []
             parts = (x.split(sizes, 1) for x in (queries, d, mean, top))
             for piece, p, qs, ds, less, best in zip(ctx.view.slices, kept, *parts, strict=True):
                 at = piece.places
                 if p is None:
-                    p = _scores(qs, keys[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
-                d_s = (ds @ values[:, at].mT).to(exact).sub_(less).mul_(p).to(q.dtype)
+                    p = _scores(qs, k[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
+                d_s = (ds @ v[:, at].mT).to(exact).sub_(less).mul_(p).to(k.dtype)
                 _plus(d_v[:, at], p.to(v.dtype).mT, ds)
                 _plus(d_k[:, at], d_s.mT, qs)
-                found.append(d_s @ keys[:, at])
+                found.append(d_s @ k[:, at])
             d_q = torch.cat(found, 1).to(exact)
             if near is not None:
                 queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
-                d_s = (d @ ctx.own.values.mT).to(exact).sub_(mean).mul_(near).to(q.dtype)
+                d_s = (d @ ctx.own.values.mT).to(exact).sub_(mean).mul_(near).to(k.dtype)
                 _plus(_groups(d_q, A), d_s, ctx.own.keys)
                 own_k, own_v = ctx.own.gradients(exact)
                 _plus(own_k, d_s.mT, queries)
                 _plus(own_v, near.to(v.dtype).mT, d)
-            d_k, d_v = (x.unflatten(0, (B, K)).transpose(1, 2).contiguous().to(k.dtype) for x in (d_k, d_v))
-        return _back(d_q, ctx.scale, q, K), d_k, d_v, *[None] * (3 + ctx.links)
+        return _back(d_q, ctx.scale, out, K), d_k.to(k.dtype), d_v.to(k.dtype), *[None] * (3 + ctx.links)
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
@@ -261,8 +265,3 @@ def _back(x: Tensor, scale: Tensor | float, like: Tensor, K: int) -> Tensor:
 
     x, by = turn(x), turn(scale) if isinstance(scale, Tensor) else scale
     return torch.mul(x, by, out=like.new_empty(x.shape)).flatten(3, 4)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """[B, T, K, H] -> [BK, T, H]."""
-    return x.transpose(1, 2).flatten(0, 1).contiguous()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .two_parts import Own, TwoParts
+from .two_parts import Own, TwoParts, turned
 
 SCORES_KEPT = 1 << 25
 """Most scores with the context that all slots together keep for backward (128 MiB in float32); more are made again."""
@@ -34,11 +34,14 @@ class Unrolled:
         self.scale, self.own = scale, Own(slots - 1)
         self.parts = TwoParts(seen, (*rows.shape, 1, document.shape[1]), heads, kept=SCORES_KEPT // slots)
 
+    def start(self, k: Tensor, v: Tensor) -> None:
+        """Keys and values [B, T, K, H] of slot 0 of all rows."""
+        self.first = turned(k), turned(v)
+
     def add(self, k: Tensor, v: Tensor) -> None:
-        """Keys and values [B, A, K, H] of the next slot after slot 0."""
+        """Keys and values [B, A, K, H] of the next slot after it."""
         self.own.add(k[:, :, None], v[:, :, None])
 
-    def __call__(self, q: Tensor, first: tuple[Tensor, Tensor]) -> Tensor:
-        """q [B, A, Q, H]; keys and values of slot 0 of all rows [B, T, K, H]; the slots added by now
-        -> [B, A, Q, H]."""
-        return self.parts(q[:, :, None], first, self.own, self.scale)[:, :, 0]
+    def __call__(self, q: Tensor) -> Tensor:
+        """q [B, A, Q, H], over slot 0 and the slots added by now -> [B, A, Q, H]."""
+        return self.parts(q[:, :, None], self.first, self.own, self.scale)[:, :, 0]
