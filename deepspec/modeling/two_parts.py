@@ -89,7 +89,8 @@ class Own:
         """Writes the next places; which they are."""
         B, A, w, K, H = pair[0].shape
         if not self.used:
-            self.keys, self.values = (x.new_zeros(B * K * A, self.places, H) for x in pair)
+            made = Tensor.new_empty if w == self.places else Tensor.new_zeros
+            self.keys, self.values = (made(x, (B * K * A, self.places, H)) for x in pair)
         at = slice(self.used, self.used + w)
         for whole, part in zip((self.keys, self.values), pair, strict=True):
             whole[:, at].view(B, K, A, w, H).copy_(part.permute(0, 3, 1, 2, 4))
@@ -166,19 +167,19 @@ class _Attention(torch.autograd.Function):
         sizes = [piece.groups * M for piece in view.slices]
         with torch.autocast(q.device.type, enabled=False):
             queries = _front(q, K, scale)
-            near, tops = None, [None] * len(sizes)
+            top, total = (queries.new_empty(B * K, A * M, 1, dtype=exact) for _ in range(2))
+            out, near = torch.empty_like(queries, dtype=v.dtype), None
             if own.used:
                 near = (_groups(queries, A) @ own.keys.mT).to(exact).view(B * K, A * M, -1)
                 near[..., own.used :] = -torch.inf
-                tops = near.amax(-1, keepdim=True).split(sizes, 1)
-            found = []
-            for piece, part, best in zip(view.slices, queries.split(sizes, 1), tops, strict=True):
+                torch.amax(near, -1, keepdim=True, out=top)
+            parts = (x.split(sizes, 1) for x in (queries, top, total, out))
+            for piece, part, best, z, seen in zip(view.slices, *parts, strict=True):
                 p = _scores(part, k[:, piece.places], piece.hidden, (B, K, G), exact)
-                best = _top(p, best)
-                p.sub_(best).exp_()
-                found.append((best, p.sum(-1, keepdim=True), p.to(v.dtype) @ v[:, piece.places]))
+                _top(p, best, known=near is not None)
+                torch.sum(p.sub_(best).exp_(), -1, keepdim=True, out=z)
+                torch.bmm(p.to(v.dtype), v[:, piece.places], out=seen)
                 kept.append(p if keep else None)
-            top, total, out = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             if near is not None:
                 near.sub_(top).exp_()
                 total += near.sum(-1, keepdim=True)
@@ -200,17 +201,17 @@ class _Attention(torch.autograd.Function):
             mean = _front((d_out.to(exact) * out).sum(-1, keepdim=True), K, share)
             d = _front(d_out, K, share)
             d_k, d_v = (torch.zeros_like(x, dtype=exact) for x in (k, v))
-            found = []
-            parts = (x.split(sizes, 1) for x in (queries, d, mean, top))
-            for piece, p, qs, ds, less, best in zip(ctx.view.slices, kept, *parts, strict=True):
+            d_q = torch.empty_like(queries)
+            parts = (x.split(sizes, 1) for x in (queries, d, mean, top, d_q))
+            for piece, p, qs, ds, less, best, d_qs in zip(ctx.view.slices, kept, *parts, strict=True):
                 at = piece.places
                 if p is None:
                     p = _scores(qs, k[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
                 d_s = (ds @ v[:, at].mT).to(exact).sub_(less).mul_(p).to(k.dtype)
                 _plus(d_v[:, at], p.to(v.dtype).mT, ds)
                 _plus(d_k[:, at], d_s.mT, qs)
-                found.append(d_s @ k[:, at])
-            d_q = torch.cat(found, 1).to(exact)
+                torch.bmm(d_s, k[:, at], out=d_qs)
+            d_q = d_q.to(exact)
             if near is not None:
                 queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
                 d_s = (d @ ctx.own.values.mT).to(exact).sub_(mean).mul_(near).to(k.dtype)
@@ -231,12 +232,14 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, 
     return scores
 
 
-def _top(scores: Tensor, other: Tensor | None) -> Tensor:
-    """The largest of scores [BK, N, S] and other [BK, N, 1], as [BK, N, 1]."""
-    if not scores.shape[-1]:
-        return scores.new_full((*scores.shape[:-1], 1), -torch.inf) if other is None else other
-    top = scores.amax(-1, keepdim=True)
-    return top if other is None else torch.maximum(top, other, out=top)
+def _top(scores: Tensor, top: Tensor, *, known: bool) -> None:
+    """The largest of scores [BK, N, S], and of `top` [BK, N, 1] where it is `known` before, into `top`."""
+    if known and scores.shape[-1]:
+        torch.maximum(top, scores.amax(-1, keepdim=True), out=top)
+    elif scores.shape[-1]:
+        torch.amax(scores, -1, keepdim=True, out=top)
+    elif not known:
+        top.fill_(-torch.inf)
 
 
 def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
