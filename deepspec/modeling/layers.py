@@ -50,8 +50,9 @@ class _Norm(torch.autograd.Function):
         exact, d = x.to(weight.dtype), grad.to(weight.dtype)
         both = (d * exact).reshape(-1, len(weight))
         d_weight = both.T.mv(scale.reshape(-1))
-        mean = both.mv(weight).view(scale.shape).mul_(scale.pow(3)).div_(len(weight))
-        return (d * weight).mul_(scale).addcmul_(exact, mean, value=-1).to(x.dtype), d_weight, None
+        mean = both.mv(weight).view(scale.shape).mul_(scale.square()).div_(len(weight))
+        d_x = torch.mul(d, weight, out=both.view(d.shape)).addcmul_(exact, mean, value=-1).mul_(scale)
+        return d_x.to(x.dtype), d_weight, None
 
 
 class GatedMLP(nn.Module):
