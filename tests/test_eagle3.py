@@ -190,8 +190,8 @@ def naive(q, k, v, own, rows, document, scale):
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("kept", [0, 1 << 20])
 def test_unrolled_attention_is_its_naive_twin(earlier, slices, kept, monkeypatch):
-    """Output and every gradient, to 1e-10 in float64, of slots that add their own keys one after another and look; packed
-    rows, unsorted anchors, any number of slices, scores that are kept and scores that are made again; twice."""
+    """Output and every gradient, to 1e-10 in float64, of slots that add their own keys one after another and look;
+    packed rows, unsorted anchors, any number of slices, scores that are kept and scores that are made again; twice."""
     monkeypatch.setattr(two_parts, "SLICE", 16 if slices == 1 else 4)
     monkeypatch.setattr(unrolled, "SCORES_KEPT", kept)
     torch.manual_seed(earlier)

@@ -165,7 +165,7 @@ class Eagle3(Drafter):
             x = self._recur(layer.finish(x, view(layer.self_attn.placed_q(q, rotary))))
             slots.append(x)
         read = self._read(torch.stack(slots, 2))
-        return read if A == width else nn.functional.pad(read, (0, 0, 0, 0, 0, A - width))
+        return read if width == A else nn.functional.pad(read, (0, 0, 0, 0, 0, A - width))
 
     def _halves(self) -> tuple[list[int], Tensor, Tensor]:
         """Sizes of what q_proj, k_proj and v_proj give, and their matrices one below the other, cut into what

@@ -130,7 +130,8 @@ class Attention(nn.Module):
     """Grouped-query attention whose keys and values are computed apart from its queries.
 
     That split is all KV injection needs: project the target's context with `kv`, the block's own positions with `kv`,
-    and attend over both. `spread` copies what is known before its position is, to all positions it has. q_norm and k_norm belong to block drafters on every family: it is what servers load.
+    and attend over both. `spread` copies what is known before its position is, to all positions it has. q_norm and
+    k_norm belong to block drafters on every family: it is what servers load.
     """
 
     def __init__(self, spec: BlockSpec, *, width: int | None = None, qk_norm: bool = True) -> None:

@@ -67,7 +67,9 @@ def turned(x: Tensor) -> Tensor:
 
 class Own:
     """Keys and values of W places that each group has for itself, added one after another and never copied again.
-    Attention reads what is there by then, and adds its gradients in one place, which each addition takes its part of."""
+
+    Attention reads what is there by then, and adds its gradients in one place, of which each addition takes its part.
+    """
 
     keys: Tensor
     """[BKA, W, H]; 0 where nothing has been added."""
@@ -105,7 +107,7 @@ class Own:
 
     def take(self, at: slice, like: Tensor) -> list[Tensor]:
         """Gradients of what was put `at`, as `like` [B, A, w, K, H]. The first addition takes its part last."""
-        B, A, w, K, H = like.shape
+        B, A, _, K, _ = like.shape
         parts = self.gradients(like.dtype)
         if not at.start:
             self._gradients = None
