@@ -110,7 +110,7 @@ def test_signatures_of_the_contract():
     from deepspec.modeling.target import Scored, Session
 
     assert {"score", "rewind", "reset", "lengths"} <= {*dir(Session), *Session.__init__.__code__.co_names}
-    assert {"logits", "features", "hidden"} == set(Scored.__annotations__)
+    assert {"logits", "features", "hidden"} <= {*Scored.__annotations__, *dir(Scored)}
 
 
 def test_importing_is_quick_and_quiet():

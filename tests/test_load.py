@@ -16,8 +16,8 @@ from helpers import G, Planned, make_drafter, target
 import deepspec
 from deepspec import InputError, Sampling
 from deepspec.data.prompts import Prompt
-from deepspec.eval import arguments, calibrate, closed_loop, load, plots, profile, rounds
-from deepspec.eval.closed_loop import Load, serve, simulate, warmup_of
+from deepspec.eval import arguments, calibrate, closed_loop, load, load_views, plots, profile, rounds, simulation
+from deepspec.eval.closed_loop import Load, budget_of, serve, warmup_of
 from deepspec.eval.cost import Additive, Profile, load_profile
 from deepspec.eval.figures import Models
 from deepspec.eval.probing import (
@@ -35,8 +35,9 @@ from deepspec.eval.probing import (
 )
 from deepspec.eval.schedule import threshold, verify_all
 from deepspec.eval.settings import Contender, EvalConfig
+from deepspec.eval.simulation import simulate
 from deepspec.eval.throughput import throughput
-from deepspec.eval.traces import Trace
+from deepspec.eval.traces import Trace, collect
 
 COST = Additive(
     bias_seconds=0.01, bs_probes=(1, 8), alpha_seconds=(0.002, 0.016),
@@ -68,16 +69,18 @@ def test_a_round_lasts_from_the_last_one_to_its_end_prefill_apart(monkeypatch):
 
 
 def test_a_probe_verifies_what_was_planned():
-    """As evenly as can be over active rows, nothing beyond a row's room, no draft in a round that is off."""
+    """Over active rows those likeliest to survive, nothing beyond a row's room, no draft in a round that is off."""
     active, room = torch.tensor([True, False, True, True]), torch.full((4,), 9)
-    probe = Probe([7, OFF, 0], 3)
+    probe = Probe([7, OFF, 0, 7], 3)
     assert probe.wants(active).tolist() == active.tolist()
     assert probe(torch.ones(4, 5), active, room).tolist() == [3, 0, 2, 2]
     assert not probe.wants(active).any()
     assert probe.wants(active).any() and probe(torch.ones(4, 5), active, room).tolist() == [0] * 4
+    hopes = torch.tensor([[0.1], [1.0], [0.9], [0.5]]).expand(-1, 5)  # survivals 0.9 ... 0.59, 0.5, 0.25 before 0.1
+    assert probe.wants(active).any() and probe(hopes, active, room).tolist() == [0, 0, 5, 2]
     probe = Probe([9], 3)
     probe.wants(active)
-    assert probe(torch.ones(4, 5), active, torch.tensor([1, 9, 9, 9])).tolist() == [1, 0, 3, 3]
+    assert probe(torch.ones(4, 5), active, torch.tensor([1, 9, 9, 9])).tolist() == [1, 0, 4, 4]
     probe = Probe([5, OFF], 4)  # while a prompt is read the plan waits
     assert probe.wants(active).tolist() == active.tolist() and probe(torch.ones(4, 5), active, room).tolist() == [0] * 4
     everyone = torch.ones(4, dtype=torch.bool)
@@ -150,7 +153,7 @@ def test_a_fit_of_one_measurement_is_possible():
 
 
 def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
-    """From 0 drafts to all, as many rounds as announced, medians positive; with a clock of one second a look, a second
+    """From 0 drafts to all, as many rounds as announced, averages positive; with a clock of one second a look, a second
     each."""
     monkeypatch.setattr(rounds.time, "perf_counter", itertools.count().__next__)
     tgt, ticks = target(), []
@@ -172,6 +175,7 @@ def test_a_plan_and_what_was_found():
     spent = [seconds[kind] for kind in plan[4:]]
     spent[plan[4:].index(3)] = 5.0
     assert found(2, plan[4:], [*spent, 99.0], [0.5, 9.0, 0.7]) == Measured(2, 0.7, 1.0, {2: 2.0, 5: 4.5, 8: 8.0})
+    assert found(2, plan[4:], spent, [0.5, 9.0, 0.7], max) == Measured(2, 9.0, 1.0, {2: 2.0, 5: 5.0, 8: 8.0})
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -196,8 +200,9 @@ def test_what_is_served_is_counted():
 
 
 def test_contenders_take_turns():
-    """One thread at a time, in order; who has left is passed over; a failure of one is told at the end."""
-    turns, seen = rounds.Turns(3), []
+    """One thread at a time, each once before any again, in no order for good; who has left is passed over; a failure of
+    one is told at the end."""
+    turns, seen = rounds.Turns(3, seed=1), []
 
     def run(me, times):
         for i in range(times):
@@ -205,12 +210,15 @@ def test_contenders_take_turns():
             seen.append(me)
             turns.give(me, leave=i == times - 1)
 
-    threads = [threading.Thread(target=run, args=(me, times)) for me, times in enumerate((3, 1, 2))]
+    threads = [threading.Thread(target=run, args=(me, times)) for me, times in enumerate((9, 1, 8))]
     for thread in reversed(threads):
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert seen == [0, 1, 2, 0, 2, 0]
+    laps = [seen[:3], *(seen[i : i + 2] for i in range(3, 17, 2)), seen[17:]]
+    assert [sorted(lap) for lap in laps] == [[0, 1, 2], *[[0, 2]] * 7, [0]] and len(
+        {tuple(lap) for lap in laps[1:8]}
+    ) == 2
 
     class Broken(Probe):
         def __call__(self, *args):
@@ -264,6 +272,50 @@ def test_a_trace_within_a_budget(budget, rounds):
     assert np.array_equal(part.logits, logits[:rounds])
 
 
+def test_a_simulation_asks_in_turn():
+    """One user, by hand: three rounds of the first answer and, for its last token, the first again; two rounds of the
+    second, which has one that was recorded; the first. No round that reads a prompt counts."""
+    told = [Trace("a", np.zeros((3, G)), np.array([1, 0, 3])), Trace("b", np.zeros((1, G)), np.array([2]))]
+    kept = [2, 1, 4, 2, 3, 3, 2, 1, 4]
+    for n in range(1, 10):
+        for early in range(n):
+            how = dict(rounds=n - early, warmup=early)
+            assert simulate(told, [1.0] * G, Profile(COST), verify_all(), 1, **how).tokens == sum(kept[early:n])
+    with pytest.raises(InputError, match="too short for rounds in which 64 users"):
+        simulate(told, [1.0] * G, Profile(COST), verify_all(), 64, rounds=5)
+
+
+@pytest.mark.parametrize("users", [1, 2, 5])
+def test_a_simulation_of_the_same_prompts_is_what_is_served(monkeypatch, users):
+    """Of greedy answers recorded in full, the same rounds: as many tokens and as many drafts verified."""
+    for module in (closed_loop, simulation):
+        monkeypatch.setattr(module, "BUDGET", 14)
+    tgt = target()
+    prompts = [Prompt(str(i), "t", [3, 1, 4 + i][: 1 + i % 3], {}) for i in range(7)]
+    plain = deepspec.generate(tgt, None, [p.prompt_ids for p in prompts], max_new_tokens=80)
+    known = [[*p.prompt_ids, *g.tokens] for p, g in zip(prompts, plain)]
+    drafter = Planned(tgt, known, G, right=lambda n, g: g < (5 * n) % (G + 2))
+    monkeypatch.setattr(drafter.config, "confidence_temperatures", (), raising=False)
+    how = dict(sampling=Sampling(), max_new_tokens=40, concurrency=3, seeds=range(7))
+    told = dict(collect(tgt, drafter, prompts, **how))
+    answers, size = [told[i] for i in range(7)], dict(rounds=40, warmup=7)
+    contenders = {"none": (None, None), "all": (drafter, verify_all())}
+    seen = serve(tgt, contenders, [p.prompt_ids for p in prompts], users, sampling=Sampling(), **size)
+    for name, (_, schedule) in contenders.items():
+        real, like = Load.of(users, seen[name]), simulate(answers, [1.0] * G, Profile(COST), schedule, users, **size)
+        assert (like.tokens, like.verified, like.rounds) == (real.tokens, real.verified, real.rounds)
+    assert len({r.committed for r in seen["all"]}) > 1
+
+
+@pytest.mark.parametrize("users", [1, 3, 32])
+def test_first_answers_end_at_times_of_their_own(users):
+    """From few tokens to all of them, evenly; later ones have all of them."""
+    budgets = [budget_of(i, users) for i in range(users + 3)]
+    assert budgets[users - 1 :] == [rounds.BUDGET] * 4 and min(budgets) >= 2
+    steps = np.diff([1, *budgets[:users]])
+    assert steps.max() - steps.min() <= 1
+
+
 def test_a_simulation_goes_through_its_traces():
     """Rounds that keep nothing and all in turn: half of all drafts survive, whoever starts where."""
     logits, survived = np.zeros((20, G)), np.array([0, G] * 10)
@@ -272,11 +324,25 @@ def test_a_simulation_goes_through_its_traces():
 
 
 def test_a_simulation_without_hope_is_nearly_plain():
-    """Where nothing survives, the scheduler drafts for a row now and then and pays a hundredth for that."""
-    bench = Profile(COST)
-    hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=320)
-    assert hopeless.tokens == 320 * 8 and hopeless.verified == 0
-    assert 1 < hopeless.seconds / (320 * COST.plain(8)) < 1.015
+    """Where nothing survives, the scheduler drafts for a row now and then and pays less than a hundredth for that; each
+    draft for a few costs what it costs so many users."""
+    bench, n = Profile(COST), 320
+    hopeless = simulate(traces(0, chance=0.01), [1.0] * G, bench, throughput(COST), 8, rounds=n)
+    assert hopeless.tokens == n * 8 and hopeless.verified == 0
+    assert 1 <= hopeless.seconds / (n * COST.plain(8)) < 1.01
+
+    class First:
+        name = "first"
+
+        def wants(self, active):
+            return active & (torch.arange(len(active)) == 0)
+
+        def __call__(self, confidence, active, room):
+            assert confidence.any(1).tolist() == (room > 0).tolist() == self.wants(active).tolist()
+            return torch.zeros_like(room)
+
+    some = simulate(traces(0), [1.0] * G, bench, First(), 8, rounds=n)
+    assert some.seconds == pytest.approx(n * (COST.plain(8) + 0.002))
 
 
 def recorded(quality: float, bias: float, seed: int = 0) -> list[Trace]:
@@ -300,11 +366,12 @@ def test_whatever_the_drafter_and_the_load_the_scheduler_is_near_the_best(qualit
         m_probes=(1, 8, 16, 32, 64, 128, 256), theta_seconds=(0.040, 0.047, 0.055, 0.075, 0.115, 0.200, 0.370),
         draft_seconds=(0.014, 0.020, 0.045, 0.080),
     )  # fmt: skip
-    told, profile, lengths = recorded(quality, bias), Profile(cost), []
-    for users, number in ((1, 1200), (4, 500), (32, 150)):
+    texts, profile, lengths = [recorded(quality, bias, seed) for seed in range(3)], Profile(cost), []
+    for users, number in ((1, 600), (4, 200), (32, 60)):
+        how = dict(rounds=number, warmup=100)
         none, everything, ours = (
-            simulate(told, [1.0] * G, profile, schedule, users, rounds=number, warmup=100)
-            for schedule in (None, verify_all(), throughput(cost))
+            Load.total([simulate(told, [1.0] * G, profile, make(), users, **how) for told in texts])
+            for make in (lambda: None, verify_all, lambda: throughput(cost))
         )
         best = max(none.throughput, everything.throughput)
         assert ours.throughput >= 0.95 * best, users
@@ -313,19 +380,26 @@ def test_whatever_the_drafter_and_the_load_the_scheduler_is_near_the_best(qualit
 
 
 def test_schedules_are_held_against_the_better_of_two():
-    """By hand: three repeats with one and four users; the better of no speculation and verify_all is that of the larger
-    median, and each repeat is compared with its own."""
-    seconds = {"no speculation": (10, 5, 20), "verify_all": (5, 10, 10), "throughput": (10, 10, 12)}
+    """By hand: four repeats with one and four users, all of whose tokens and seconds count; the better of no
+    speculation and verify_all is that with more tokens a second over all. The interval is over repeats, four at least.
+    """
+    seconds = {"no speculation": (10, 5, 20, 5), "verify_all": (5, 10, 10, 5), "throughput": (10, 10, 12, 8)}
     rows = [
-        load.row(name, users, [Load(users, 100, s, 1, 0) for s in took], None)
+        load_views.row(name, users, [Load(users, 100, s, 1, 0) for s in took], [])
         for users in (1, 4)
         for name, took in seconds.items()
         if (name, users) != ("verify_all", 4)
     ]
-    load.compare(rows)
-    # medians 10, 10, 10 tokens/s of 100 / s: 10, 20, 5 -> 10; 20, 10, 10 -> 10, the first of equals is no speculation
-    assert [r["to_best"] for r in rows] == [1, pytest.approx(2.0), pytest.approx(1.0), None, None]
-    assert "to best" in load.table(rows)
+    load_views.compare(rows)
+    # 400 tokens in 40, 30 and 40 seconds
+    assert [r["to_best"] for r in rows] == [pytest.approx(0.75), 1, pytest.approx(0.75), None, None]
+    assert rows[1]["to_best_interval"] == (1, 1) and rows[3]["to_best_interval"] is None
+    low, high = rows[2]["to_best_interval"]
+    assert 0.5 <= low < 0.75 < high <= 1  # its ratios lie between 5 / 10 and 10 / 10
+    assert f"0.75 [{low:.2f}, {high:.2f}]" in load_views.table(rows)
+    few = [load_views.row(name, 1, [Load(1, 9, 3.0, 1, 0)] * 3, []) for name in seconds]
+    load_views.compare(few)
+    assert few[2]["to_best"] == 1 and few[2]["to_best_interval"] is None
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -379,10 +453,11 @@ def test_the_whole_path(models, capsys, monkeypatch):
     assert all(max(r["to_best"] for r in rows[i : i + 2]) == 1 for i in (0, 6))  # of the two that set it
     load.run([*common, *files, *schedules, "--simulate", "--sts", str(out / "sts.json")])
     again = json.loads((out / "load.json").read_text())["rows"]
-    assert [r["simulated_throughput"] for r in again] == [r["simulated_throughput"] for r in rows]
+    plain = [[r["simulated_throughput"] for r in table if r["schedule"] == load.NONE] for table in (rows, again)]
+    assert plain[0] == pytest.approx(plain[1]) and all(r["simulated_throughput"] > 0 for r in again)
     assert all(r["measured_throughput"] is None for r in again)
     assert "verify_all" in capsys.readouterr().out and (out / "load.md").read_text().count("|") > 20
-    # without a profile a probe takes turns with the schedules; two repeats measure each size, medians of them count
+    # without a profile a probe takes turns with the schedules; two repeats measure each size
     beside = ["--traces", str(out / "traces.jsonl"), "--concurrency", "2", "--schedule", "verify_all", "lagged"]
     load.run([*common, *prompts, *beside, "--rounds", "5", "--repeats", "2"])
     made = json.loads((out / "profile.json").read_text())["deepspec"]
@@ -402,6 +477,7 @@ def test_the_whole_path(models, capsys, monkeypatch):
         (load, ["--prompts", "p", "--concurrency", "0"], "numbers >= 1"),
         (load, ["--prompts", "p", "--schedule", "lagged", "lagged"], "'lagged' is given twice"),
         (load, ["--prompts", "p"], "no data file 'p'"),
+        (load, ["--prompts", "p", "--sts", "s"], "--sts is for the simulation, which needs --traces"),
         (load, ["--prompts", "p", "--traces", "t"], "traces t cannot be read"),
         (load, ["--rounds", "0"], "--rounds: a whole number >= 1 is needed, got '0'"),
         (load, ["--repeats", "many"], "--repeats: a whole number"),

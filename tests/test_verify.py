@@ -7,12 +7,14 @@ import itertools
 
 import pytest
 import torch
-from helpers import chi_square_p, drafter_config, exact_law, hf_model, randomize
+from helpers import chi_square_p, drafter_config, exact_law, hf_model, make_drafter, randomize, target
 
 import deepspec
 from deepspec import Proposal, Sampling, Target, verify
 from deepspec.eval.cost import StepsPerSecond
+from deepspec.eval.generate import stream
 from deepspec.eval.verify import agree
+from deepspec.modeling.cache import Ragged
 
 V, G = 3, 3
 
@@ -289,6 +291,69 @@ def test_rows_do_not_touch_each_other(rule):
         part = Proposal(tokens[cut], q[cut], torch.ones(1, S))
         alone = verify(p[cut, : n_b + 1], part, lengths[cut], u[cut], rule)
         assert (alone.accepted, alone.next_token) == (whole.accepted[b], whole.next_token[b])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("wide", [0, 2])
+def test_real_places_alone_are_judged_as_a_padded_grid(rule, wide):
+    """Laws packed row after row, of each row's verified tokens alone or of some more, one row with none: the verdicts
+    of the others are those of the whole grid, whatever its padding holds."""
+    g = torch.Generator().manual_seed(5)
+    B, S, n = 256, 4, 6
+    p = torch.rand(B, S + 1 + wide, n, generator=g).mul(3).softmax(-1)
+    q = torch.rand(B, S, n, generator=g).mul(3).softmax(-1)
+    proposal = Proposal(torch.randint(0, n, (B, S), generator=g), q, torch.ones(B, S))
+    lengths = torch.randint(0, S + 1, (B,), generator=g)
+    u = torch.rand(B, S + 1, generator=g, dtype=torch.float64)
+    whole = verify(p, proposal, lengths, u, rule)
+    more = torch.randint(0, 1 + wide, (B,), generator=g)
+    counts = [0 if b == 3 else int(lengths[b] + 1 + more[b]) for b in range(B)]
+    lengths[3] = 0
+    places = Ragged(counts, torch.device("cpu"))
+    alone = verify(torch.cat([row[:c] for row, c in zip(p, counts)]), proposal, lengths, u, rule, places)
+    real = [b for b in range(B) if b != 3]
+    assert torch.equal(alone.accepted[real], whole.accepted[real])
+    assert torch.equal(alone.next_token[real], whole.next_token[real])
+    assert len(set(whole.accepted.tolist())) == S + 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_of_the_vocabularys_size_is_formed_for_padding(monkeypatch, temperature):
+    """Prompts that join, rows that idle, lengths of all sizes: as many of the target's logits and laws are formed as
+    tokens verified and prompts read."""
+    from deepspec.modeling.target import Session
+
+    tgt, sizes, wanted = target(), {"logits": 0, "laws": 0}, 0
+
+    class Uneven:
+        name = "uneven"
+
+        def __call__(self, confidence, active, room):
+            return torch.minimum(torch.arange(len(active)) % (1 + confidence.shape[1]), room) * active
+
+    def score(self, *args, **kwargs):
+        found = own_score(self, *args, **kwargs)
+        sizes["logits"] += len(found.packed)
+        return found
+
+    def probs(self, logits):
+        sizes["laws"] += logits.shape[:-1].numel() * (self.temperature > 0)  # drafts are greedy
+        return own_probs(self, logits)
+
+    def count(verified, kept):
+        nonlocal wanted
+        wanted += sum(v + 1 for v, k in zip(verified, kept) if k)
+
+    own_score, own_probs = Session.score, Sampling.probs
+    monkeypatch.setattr(Session, "score", score)
+    monkeypatch.setattr(Sampling, "probs", probs)
+    prompts = [[3, 1, 4, 1, 5][: 1 + i % 5] for i in range(9)]
+    made = stream(
+        tgt, make_drafter("vanilla", tgt), prompts, max_new_tokens=[5 + i % 4 for i in range(9)], draft="greedy",
+        sampling=Sampling(temperature=temperature), schedule=Uneven(), concurrency=5, on_round=count,
+    )  # fmt: skip
+    assert len(list(made)) == 9
+    assert sizes == {"logits": 9 + wanted, "laws": (9 + wanted) * bool(temperature)} and wanted > 60
 
 
 # -- through the whole loop ----------------------------------------------------------------------------------------

@@ -1,30 +1,18 @@
-"""Closed-loop load: so many users, each of whom asks again as soon as an answer is there. For real, and simulated.
-
-Letters: R users, that is requests in flight, B tokens in a verification batch, G slots.
-"""
+"""Closed-loop load: so many users, each of whom asks again as soon as an answer is there."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import torch
 
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
 from ..sampling import Sampling
-from .calibration import survival
-from .cost import Profile
 from .generate import stream
 from .rounds import BUDGET, Enough, Round, RoundLog, Time, Turns, supply
-from .schedule import Choosy, Learning, Schedule
+from .schedule import Schedule
 from .throughput import MEMORY
-from .traces import Trace
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +34,14 @@ class Load:
             len(rounds),
             sum(r.verified for r in rounds),
         )
+
+    @staticmethod
+    def total(loads: Sequence[Load]) -> Load:
+        """Of several servings of as many users."""
+        tokens, seconds, rounds, verified = (
+            sum(getattr(one, name) for one in loads) for name in ("tokens", "seconds", "rounds", "verified")
+        )
+        return Load(loads[0].users, tokens, seconds, rounds, verified)
 
     @property
     def throughput(self) -> float:
@@ -72,6 +68,12 @@ def warmup_of(users: int) -> int:
     return max(8, 2 + MEMORY // users)
 
 
+def budget_of(request: int, users: int) -> int:
+    """Tokens of its answer: BUDGET, but spread from few to BUDGET for the users' first. Users who begin together and
+    get a token a round each would go on in step, as a server's do not; rows of one length are cheap to decode."""
+    return 1 + max(1, round((BUDGET - 1) * min(request + 1, users) / users))
+
+
 def serve(
     target: Target,
     contenders: Mapping[str, Contender],
@@ -85,18 +87,21 @@ def serve(
     clock: Time = "wall",
 ) -> dict[str, list[Round]]:
     """Serve `users` with every contender, each for `rounds` rounds after `warmup` ones that are not counted, nor those
-    in which a prompt is read. Users take the prompts in turn. InputError where answers are too short for that.
+    in which a prompt is read. Users take the prompts in turn; their first answers are cut (see `budget_of`). InputError
+    where answers are too short for that.
 
-    Contenders are servers of their own that take turns round by round, so a machine that slows down slows all alike.
+    Contenders are servers of their own that take turns round by round, in an order drawn anew each time: a machine that
+    slows down slows all alike, and none always finds the caches as the same other one leaves them.
     """
-    turns, logs, failures = Turns(len(contenders)), [], []
+    turns, logs, failures = Turns(len(contenders), seed), [], []
     endless = supply(prompts, users, warmup + rounds)
+    budgets = [budget_of(i, users) for i in range(len(endless))]
 
     def run(me: int, log: RoundLog, drafter: Drafter | None, schedule: Schedule | None) -> None:
         turns.take(me)
         try:
             for _ in stream(
-                target, drafter, endless, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
+                target, drafter, endless, max_new_tokens=budgets, sampling=sampling, schedule=schedule,
                 stop_ids=target.stop_ids, seed=seed, concurrency=users, clock=log, on_round=log,
             ):  # fmt: skip
                 pass
@@ -122,58 +127,3 @@ def serve(
     if failures:
         raise failures[0]
     return {name: log.complete(users, warmup + rounds)[warmup:] for name, log in zip(contenders, logs)}
-
-
-def simulate(
-    traces: Sequence[Trace],
-    temperatures: Sequence[float],
-    profile: Profile,
-    schedule: Schedule | None,
-    users: int,
-    *,
-    rounds: int = 1000,
-    warmup: int = 50,
-    seed: int = 0,
-) -> Load:
-    """What `serve` would measure where a round costs what the profile says and proposals are like the recorded ones.
-
-    Each user takes a random trace, from a random round on, then the next; a round moves one step on in it, whatever was
-    verified. temperatures [G] scale the recorded logits. schedule None is no speculation.
-    """
-    rng = np.random.default_rng(seed)
-    cost = profile.cost
-    confidence = [_conditional(t.logits, temperatures) for t in traces]
-    which = rng.integers(len(traces), size=users)
-    place = np.array([rng.integers(len(traces[w].survived)) for w in which])
-    active, slots = torch.ones(users, dtype=torch.bool), traces[0].logits.shape[1]
-    plain = cost.plain(users) if schedule is not None else profile.without_drafter(users)
-    drafting = float(cost.step(users, np.array([users]))[0]) - plain
-    choosy = schedule if isinstance(schedule, Choosy) else None
-    tokens = verified = 0
-    seconds = 0.0
-    for n in range(warmup + rounds):
-        lengths = np.zeros(users, dtype=np.int64)
-        spent = plain
-        wanted = active & (choosy.wants(active) if choosy is not None else schedule is not None)
-        if schedule is not None and wanted.any():
-            now = torch.from_numpy(np.stack([confidence[w][p] for w, p in zip(which, place)])) * wanted[:, None]
-            lengths = schedule(now, active, torch.where(wanted, slots, 0)).numpy()
-            more = cost.step(users, np.array([users, users + int(lengths.sum())]))
-            # a draft for a few costs its share, and so does what is verified
-            spent += drafting * float(wanted.double().mean()) + float(more[1] - more[0])
-        accepted = np.minimum(lengths, [traces[w].survived[p] for w, p in zip(which, place)])
-        if isinstance(schedule, Learning) and wanted.any():
-            schedule.settle(accepted.tolist())
-        if n >= warmup:
-            tokens += users + int(accepted.sum())
-            verified += int(lengths.sum())
-            seconds += spent
-        place += 1
-        for i in np.flatnonzero(place >= [len(traces[w].survived) for w in which]):
-            which[i], place[i] = rng.integers(len(traces)), 0
-    return Load(users, tokens, seconds, rounds, verified)
-
-
-def _conditional(logits: Array, temperatures: Sequence[float]) -> Array:
-    """[n, G] conditional confidences."""
-    return np.stack([survival(logits[:, g : g + 1], [t])[:, 0] for g, t in enumerate(temperatures)], 1)

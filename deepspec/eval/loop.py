@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..modeling.cache import Ragged, on_device
+from ..modeling.cache import on_device
 from ..modeling.drafter import Drafter, Proposal
-from ..modeling.target import Session, Target
+from ..modeling.target import Scored, Session, Target
 from ..sampling import ACCEPT, DRAFT, TARGET, Sampling, likeliest, slot_streams, uniforms
 from .backlog import Backlog
 from .schedule import Choosy, Learning, Schedule
@@ -161,7 +161,7 @@ class Loop:
             tokens = self._tokens(proposal.tokens, prompts, max(counts))
             last = [1 if row in prompts else n for row, n in enumerate(counts)] if new else None
             scored = self.session.score(tokens, counts, last=last)
-            verdict = self._verdict(scored.logits, last or counts, proposal, on_device(admitted, self.device), chance)
+            verdict = self._verdict(scored, proposal, on_device(admitted, self.device), chance)
             next_token = verdict.next_token[:, None]
             # the round's one read back
             host = torch.cat([verdict.accepted[:, None], next_token, proposal.tokens], 1).tolist()
@@ -200,22 +200,14 @@ class Loop:
         grid[on_device(list(prompts), self.device)] = on_device(flat, self.device).view(-1, width)
         return grid
 
-    def _verdict(
-        self, logits: Tensor, counts: Sequence[int], proposal: Proposal, lengths: Tensor, chance: Tensor
-    ) -> Verdict:
-        """What is kept of the drafts, and the next token; logits [B, S, V] of counts[b] <= S places, lengths [B], the
-        anchors' chance. Where less than half of the grid is real, laws are formed of that alone."""
-        greedy, S = self.sampling.temperature == 0, logits.shape[1]
-        form = likeliest if greedy else self.sampling.probs
-        if self.session.fixed or 2 * sum(counts) > self.rows * S:
-            formed = form(logits)
-        else:
-            real = Ragged([max(n, 1) for n in counts], self.device)  # an idle row draws some token too
-            formed = real.unpack(form(real.pack(logits)), S)
-        if greedy:
-            return agree(formed, proposal.tokens, lengths)
+    def _verdict(self, scored: Scored, proposal: Proposal, lengths: Tensor, chance: Tensor) -> Verdict:
+        """What is kept of the drafts, and the next token; lengths [B], the anchors' chance. Idle rows: whatever."""
+        if self.sampling.temperature == 0:
+            own = scored.places.unpack(likeliest(scored.packed), scored.width)
+            return agree(own, proposal.tokens, lengths)
         coins = torch.cat([chance[:, self.slots + 1 :], chance[:, :1]], 1)
-        return verify(formed, proposal, lengths, coins, self.settings.rule)
+        laws = self.sampling.probs(scored.packed)
+        return verify(laws, proposal, lengths, coins, self.settings.rule, scored.places)
 
     def _draft(self, active: Tensor, chance: Tensor) -> tuple[Proposal, list[int]]:
         """A proposal for the rows that the schedule wants one for, none at all where there are none; lengths [B]."""

@@ -5,7 +5,6 @@ Letters: R requests in flight, G slots, B tokens in a verification batch, n roun
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 from collections import defaultdict
@@ -20,9 +19,10 @@ from torch import Tensor
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
 from ..sampling import Sampling
+from .closed_loop import serve
 from .cost import Additive, StepsPerSecond
-from .generate import stream
-from .rounds import BUDGET, Enough, RoundLog, Time, supply
+from .rounds import Time
+from .throughput import ranked
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +36,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of a round at R requests in flight."""
+    """Seconds of a round at R requests in flight, on the average."""
 
     requests: int
     plain: float
@@ -48,24 +48,28 @@ class Measured:
 
 
 class Probe:
-    """A schedule that verifies as many drafts as planned, spread over the rows as evenly as can be. Rounds of fewer
-    than `requests` are none of the plan's: they draft, and verify nothing."""
+    """A schedule that verifies as many drafts as planned, those most likely to survive: rows get as uneven numbers of
+    them as from schedules that choose. Rounds of fewer than `requests` are none of the plan's: they draft, and verify
+    nothing."""
 
     name = "probe"
 
-    def __init__(self, plan: Sequence[int], requests: int) -> None:
-        self.plan, self.requests, self.round, self._now = plan, requests, -1, 0
+    def __init__(self, plan: Sequence[int], requests: int, tick: Callable[[], object] = lambda: None) -> None:
+        """`tick` is called once a round of the plan's."""
+        self.plan, self.requests, self.round, self._now, self._tick = plan, requests, -1, 0, tick
 
     def wants(self, active: Tensor) -> Tensor:
         self._now = 0
         if int(active.sum()) == self.requests:
             self.round += 1
             self._now = self.plan[min(self.round, len(self.plan) - 1)]
+            if self.round < len(self.plan):
+                self._tick()
         return active & (self._now != OFF)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
-        each, more = divmod(self._now, int(active.sum()))
-        return torch.minimum(each + (active.cumsum(0) <= more).long(), room) * active
+        rows, _ = ranked(confidence.double().cpu().numpy(), torch.where(active, room, 0).numpy())
+        return torch.from_numpy(np.bincount(rows[: self._now], minlength=len(active)))
 
 
 def measure(
@@ -82,34 +86,16 @@ def measure(
     tick: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Rounds of `requests` rows, with about `sizes` numbers of drafts from 0 to R * G, each `repeats` times, and with
-    drafting off, OFTEN times that, in a random order after a warm-up. `tick` is called once a round. Prompts are taken
-    in turn, and rounds that read one are left out."""
-    slots = drafter.num_slots
-    plan = planned(slots, requests, repeats, sizes, seed)
-
-    def rounds(drafter: Drafter | None, schedule: Any, number: int) -> list[float]:
-        ticked = 0
-
-        def enough(log: RoundLog) -> bool:
-            nonlocal ticked
-            done = len(log.full(requests))
-            if done > ticked:
-                ticked = done
-                tick()
-            return done >= number
-
-        log, asked = RoundLog(target.device, enough, clock), supply(prompts, requests, number)
-        with contextlib.suppress(Enough):
-            for _ in stream(
-                target, drafter, asked, max_new_tokens=BUDGET, sampling=sampling, schedule=schedule,
-                concurrency=requests, clock=log, on_round=log,
-            ):  # fmt: skip
-                pass
-        return [r.seconds for r in log.complete(requests, number)]
-
-    drafted = rounds(drafter, Probe(plan, requests), len(plan))
-    plain = rounds(None, None, WARMUP + OFTEN * repeats)
-    return found(requests, plan[WARMUP:], drafted[WARMUP:], plain[WARMUP:])
+    drafting off, OFTEN times that, in a random order after a warm-up; in turn with rounds of plain decoding. `tick` is
+    called once a round. Prompts are taken in turn, and rounds that read one are left out."""
+    plan = planned(drafter.num_slots, requests, repeats, sizes, seed)
+    contenders = {"drafted": (drafter, Probe(plan, requests, tick)), "plain": (None, None)}
+    seen = serve(
+        target, contenders, prompts, requests, rounds=len(plan) - WARMUP, warmup=WARMUP,
+        sampling=sampling or Sampling(), seed=seed, clock=clock,
+    )  # fmt: skip
+    drafted, plain = ([r.seconds for r in seen[name]] for name in contenders)
+    return found(requests, plan[WARMUP:], drafted, plain)
 
 
 def planned(slots: int, requests: int, repeats: int, sizes: int = 8, seed: int = 0, warmup: int = WARMUP) -> list[int]:
@@ -120,30 +106,25 @@ def planned(slots: int, requests: int, repeats: int, sizes: int = 8, seed: int =
     return [*[kinds[-1]] * warmup, *order]
 
 
-def found(requests: int, plan: Sequence[int], drafted: Sequence[float], plain: Sequence[float]) -> Measured:
-    """The medians of the seconds that a probe's rounds took, planned so, and of rounds without a drafter."""
+def found(
+    requests: int,
+    plan: Sequence[int],
+    drafted: Sequence[float],
+    plain: Sequence[float],
+    average: Callable[[Sequence[float]], Any] = statistics.median,
+) -> Measured:
+    """The averages of the seconds that a probe's rounds took, planned so, and of rounds without a drafter."""
     seconds = defaultdict(list)
     for kind, spent in zip(plan, drafted, strict=False):
         seconds[kind].append(spent)
-    medians = {kind: float(np.median(spent)) for kind, spent in seconds.items()}
-    off = medians.pop(OFF)
-    return Measured(requests, float(np.median(plain)), off, {requests + k: s for k, s in sorted(medians.items())})
+    averages = {kind: float(average(spent)) for kind, spent in seconds.items()}
+    off = averages.pop(OFF)
+    return Measured(requests, float(average(plain)), off, {requests + k: s for k, s in sorted(averages.items())})
 
 
 def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
     """How often `measure` ticks."""
-    return 2 * WARMUP + repeats * (2 * OFTEN + min(sizes, requests * slots + 1))
-
-
-def merged(measured: Sequence[Measured]) -> list[Measured]:
-    """One for each number of requests: the medians of those measured at different times, in the same sizes."""
-    medians = []
-    for requests in sorted({m.requests for m in measured}):
-        same = [m for m in measured if m.requests == requests]
-        plain, off = (statistics.median(getattr(m, name) for m in same) for name in ("plain", "off"))
-        step = {b: statistics.median(m.step[b] for m in same) for b in same[0].step}
-        medians.append(Measured(requests, plain, off, step))
-    return medians
+    return WARMUP + repeats * (OFTEN + min(sizes, requests * slots + 1))
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:

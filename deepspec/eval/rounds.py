@@ -1,6 +1,7 @@
 """Watching the decoding loop round by round: how long each took, what it verified and what it committed."""
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +101,13 @@ class RoundLog:
 
 
 class Turns:
-    """Lets threads run one at a time, in the order of their numbers; who has left is passed over."""
+    """Lets threads run one at a time, everybody once before anybody again, in an order drawn anew each time; who has
+    left is passed over."""
 
-    def __init__(self, number: int) -> None:
-        self._changed, self._here, self._now = threading.Condition(), list(range(number)), 0
+    def __init__(self, number: int, seed: int = 0) -> None:
+        self._changed, self._here = threading.Condition(), set(range(number))
+        self._random, self._next = random.Random(seed), list[int]()
+        self._now = self._draw()
 
     def take(self, me: int) -> None:
         """Wait until it is my turn."""
@@ -113,9 +117,14 @@ class Turns:
     def give(self, me: int, *, leave: bool = False) -> None:
         """It is the next one's turn; with `leave` it is never mine again."""
         with self._changed:
-            at = self._here.index(me)
-            order = [*self._here[at + 1 :], *self._here[:at], *([] if leave else [me])]
             if leave:
-                self._here.remove(me)
-            self._now = order[0] if order else -1
+                self._here.discard(me)
+            self._now = self._draw()
             self._changed.notify_all()
+
+    def _draw(self) -> int:
+        """Whose turn it is; -1 where nobody is left."""
+        if not self._next:
+            self._next = sorted(self._here)
+            self._random.shuffle(self._next)
+        return self._next.pop() if self._next else -1

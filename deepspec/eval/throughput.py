@@ -135,6 +135,7 @@ class _Scheduler:
     def __init__(self, cost: Cost, memory: int = MEMORY) -> None:
         self.cost, self.history = cost, History(cost, memory, self._choose)
         self._on, self._since, self._turn, self._expected = True, 0, 0, 0.0
+        self._pauses: dict[int, float] = {}
 
     def wants(self, active: Tensor) -> Tensor:
         """Everybody while drafting pays; else, now and then, a few rows in turn (see `Choosy`)."""
@@ -145,16 +146,19 @@ class _Scheduler:
             self._on, self._since = True, 0
             return active
         self._on = False
-        if self._since < self._pause(requests, len(active)):
+        if requests not in self._pauses:
+            self._pauses[requests] = self._pause(requests)
+        if self._since < self._pauses[requests]:
             return torch.zeros_like(active)
         self._since, self._turn = 0, self._turn + 1
         return active & (torch.arange(len(active)) % PROBE_ROWS == self._turn % min(PROBE_ROWS, len(active)))
 
-    def _pause(self, requests: int, rows: int) -> float:
-        """Rounds from one probe to the next: it costs a draft."""
-        probed = -(-rows // PROBE_ROWS)
-        draft = float(self.cost.step(probed, np.array([probed]))[0]) - self.cost.plain(probed)
-        return min(max(draft / self.cost.plain(requests) / PROBING, 2.0), PROBE_ROUNDS)
+    def _pause(self, requests: int) -> float:
+        """Rounds from one probe to the next. It costs about as much as a draft for everybody: what its rows have not
+        read yet has to be, and what is drafted is verified."""
+        plain = self.cost.plain(requests)
+        draft = float(self.cost.step(requests, np.array([requests]))[0]) - plain
+        return min(max(draft / plain / PROBING, 2.0), PROBE_ROUNDS)
 
     def __call__(self, confidence: Tensor, active: Tensor, room: Tensor) -> Tensor:
         values = confidence.double().cpu().numpy()

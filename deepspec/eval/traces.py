@@ -36,6 +36,11 @@ class Trace:
     survived: Array
     """[n] int: drafts accepted where all are verified."""
 
+    @property
+    def tokens(self) -> int:
+        """Of its answer, at least: one before the first round, those of the rounds, one of the last."""
+        return 2 + int((self.survived + 1).sum())
+
     def within(self, budget: int) -> Trace:
         """Its rounds up to the one that brings the answer to `budget` tokens, the token before the first round counted;
         at least one."""

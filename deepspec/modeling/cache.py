@@ -3,6 +3,8 @@
 Letters: B rows, C capacity, N packed tokens, K kv heads, H head dim.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -72,8 +74,26 @@ class Ragged:
         self.total = sum(counts)
         self.full = all(count == self.width for count in counts)
         self.device = device
-        self.rows = on_device([b for b in self.live for _ in range(counts[b])], device)
-        self.columns = on_device([s for b in self.live for s in range(counts[b])], device)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """[N] the row of each real place."""
+        return on_device([b for b in self.live for _ in range(self.counts[b])], self.device)
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """[N] where in its row each is."""
+        return on_device([s for b in self.live for s in range(self.counts[b])], self.device)
+
+    @functools.cached_property
+    def _starts(self) -> Tensor:
+        """[B, 1] where each row's places begin."""
+        return on_device([*itertools.accumulate(self.counts[:-1], initial=0)], self.device)[:, None]
+
+    def at(self, columns: Tensor) -> Tensor:
+        """columns [B, n] or [n] of each row -> where they are among the packed places; of columns that a row has not,
+        some place or other."""
+        return (self._starts + columns).clamp(max=self.total - 1)
 
     def pack(self, grid: Tensor) -> Tensor:
         """[B, S', ...] -> [N, ...]."""

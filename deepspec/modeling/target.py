@@ -11,6 +11,7 @@ Letters: B rows, S new positions, N packed positions, T positions, L tapped laye
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +38,21 @@ PREFILL_CHUNK = 4096
 class Scored:
     """What the target thinks of new tokens."""
 
-    logits: Tensor
-    """[B, S, V], or of each row's last new tokens alone."""
+    packed: Tensor
+    """[N, V] logits of the new tokens that were asked about, row after row, without padding."""
+    places: Ragged
+    """Which of the places [B, S'] those are."""
+    width: int
+    """S': S, or the most of a row's last new tokens."""
     features: Tensor
     """[B, S, L * D] outputs of the tapped layers, ascending; [B, S, 0] where none is tapped."""
     hidden: Tensor
     """[B, S, D] after the final norm."""
+
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        """[B, S', V], zeros where there is no token."""
+        return self.places.unpack(self.packed, self.width)
 
 
 class Target:
@@ -195,7 +205,7 @@ class Session:
         """Append counts[b] <= S tokens of each row of tokens [B, S] (None: all) and return what the target thinks.
 
         A row with count 0 takes no part. `last`: logits at each row's last so many new tokens alone (or at its last
-        last[b] <= counts[b]), from place 0 on: [B, last, V], or [B, max(last), V]. A long prefill runs in chunks.
+        last[b] <= counts[b]), from place 0 on: S' is last, or max(last). A long prefill runs in chunks.
         ValueError where a row would outgrow max_length.
         """
         B, S = tokens.shape
@@ -209,7 +219,8 @@ class Session:
             start = on_device(self.lengths, tokens.device)
             features, hidden = self.target.fixed(tokens, start, self._cache, self.layer_ids)
             self.lengths = [length + count for length, count in zip(self.lengths, count_list)]
-            return Scored(self.target.vocab.logits(hidden), features, hidden)
+            logits = self.target.vocab.logits(hidden.flatten(0, 1))
+            return Scored(logits, Ragged([S] * B, tokens.device), S, features, hidden)
         ragged = Ragged(count_list, tokens.device)
         if ragged.total <= PREFILL_CHUNK:
             features, hidden = self._chunk(tokens, ragged)
@@ -218,18 +229,14 @@ class Session:
             cuts = [(s, [min(max(c - s, 0), width) for c in count_list]) for s in range(0, S, width)]
             parts = [self._chunk(tokens[:, s : s + width], Ragged(cut, tokens.device)) for s, cut in cuts]
             features, hidden = (torch.cat(x, 1) for x in zip(*parts))
-        if last is not None:
-            tail, width = ([last] * B, last) if isinstance(last, int) else (list(last), max(last, default=0))
-            tail = [min(n, count) for n, count in zip(tail, count_list)]
-            ends = Ragged(tail, tokens.device)
-            skipped = on_device([count - n for n, count in zip(tail, count_list)], tokens.device)
-            newest = hidden[ends.rows, ends.columns + skipped[ends.rows]]
-            logits = ends.unpack(self.target.vocab.logits(newest), width)
-        elif ragged.full:
-            logits = self.target.vocab.logits(hidden)
-        else:
-            logits = ragged.unpack(self.target.vocab.logits(ragged.pack(hidden)), S)
-        return Scored(logits, features, hidden)
+        if last is None:
+            return Scored(self.target.vocab.logits(ragged.pack(hidden)), ragged, S, features, hidden)
+        tail, width = ([last] * B, last) if isinstance(last, int) else (list(last), max(last, default=0))
+        tail = [min(n, count) for n, count in zip(tail, count_list)]
+        ends = Ragged(tail, tokens.device)
+        skipped = on_device([count - n for n, count in zip(tail, count_list)], tokens.device)
+        newest = hidden[ends.rows, ends.columns + skipped[ends.rows]]
+        return Scored(self.target.vocab.logits(newest), ends, width, features, hidden)
 
     def _chunk(self, tokens: Tensor, ragged: Ragged) -> tuple[Tensor, Tensor]:
         S = tokens.shape[1]
