@@ -120,6 +120,8 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, own: Own) -> Tensor:
         ctx.own, ctx.at, ctx.like = own, own.put((k, v)), torch.empty_like(k, device="meta")
+        if own.used == own.places:  # for who counts what is kept: what is saved must not change any more
+            ctx.save_for_backward(own.keys, own.values)
         return k.new_empty(0)
 
     @staticmethod
