@@ -4,13 +4,15 @@
 
 The floor is every product of the target's forward pass, of the drafter's forward and backward pass and of the
 objective (the teacher's logits, the slots' logits, their gradients), timed alone in this run, right after the step it
-belongs to, with that step's shapes, strides and dtypes; the objective's as whole products, not in chunks, and every
-product into memory that is there already. Attention counts as its two plain products, forward and backward. Everything
+belongs to, with that step's shapes, strides and dtypes, each on matrices of its own (in a step no product finds them in
+a cache, where one repeated on the same has them: that takes half of the time); the objective's as whole products, not
+in chunks, and every product into memory that is there already. Attention counts as its two plain products, forward and backward. Everything
 else of a step is overhead. Steps are the training loop's own; a whole step, its floor and a step by part take turns.
 """
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections import Counter
@@ -193,12 +195,13 @@ class Bench:
             found.add(empty(n, out.shape[0]).t(), empty(n, out.shape[1]))
 
     def floor(self, products: dict[str, Counter[Product]]) -> dict[str, float]:
-        """Seconds of all products of a step, each as often as the step has it."""
-        spent = dict.fromkeys(GROUPS, 0.0)
+        """Seconds of all products of a step, each as often as the step has it and on matrices of its own: like those
+        of a step, they come from memory, not from the cache that the one before has filled."""
+        spent = {}
         for name, counted in products.items():
-            for product, count in counted.items():
-                run = ready(product, self.device)
-                spent[name] += timed(lambda run=run, count=count: [run() for _ in range(count)], self.device)  # type: ignore[misc]
+            runs = [ready(product, self.device) for product in counted.elements()]
+            random.Random(0).shuffle(runs)
+            spent[name] = timed(lambda runs=runs: [run() for run in runs], self.device)  # type: ignore[misc]
         return spent
 
 
