@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .two_parts import Own, TwoParts, turned
+from .own import Own
+from .two_parts import TwoParts, turned
 
 Backend = Literal["auto", "flex", "sdpa"]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .own import Own
 from .sizes import rounded
 
 SLICE = 128
@@ -63,71 +64,6 @@ class TwoParts:
 def turned(x: Tensor) -> Tensor:
     """Keys or values of a context [B, T, K, H] -> [BK, T, H]."""
     return x.transpose(1, 2).contiguous().flatten(0, 1)
-
-
-class Own:
-    """Keys and values of W places that each group has for itself, added one after another and never copied again.
-
-    Attention reads what is there by then, and adds its gradients in one place, of which each addition takes its part.
-    """
-
-    keys: Tensor
-    """[BKA, W, H]; 0 where nothing has been added."""
-    values: Tensor
-    """The same."""
-
-    def __init__(self, places: int) -> None:
-        """places: W."""
-        self.places, self.used, self.links = places, 0, list[Tensor]()
-        self._gradients: tuple[Tensor, Tensor] | None = None
-
-    @torch.compiler.disable
-    def add(self, k: Tensor, v: Tensor) -> Own:
-        """Keys and values of the next places [B, A, w, K, H]."""
-        self.links.append(_Add.apply(k, v, self))
-        return self
-
-    def put(self, pair: tuple[Tensor, Tensor]) -> slice:
-        """Writes the next places; which they are."""
-        B, A, w, K, H = pair[0].shape
-        if not self.used:
-            made = Tensor.new_empty if w == self.places else Tensor.new_zeros
-            self.keys, self.values = (made(x, (B * K * A, self.places, H)) for x in pair)
-        at = slice(self.used, self.used + w)
-        for whole, part in zip((self.keys, self.values), pair, strict=True):
-            whole[:, at].view(B, K, A, w, H).copy_(part.permute(0, 3, 1, 2, 4))
-        self.used += w
-        return at
-
-    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of keys and of values, to be added to."""
-        if self._gradients is None:
-            self._gradients = torch.zeros_like(self.keys, dtype=dtype), torch.zeros_like(self.values, dtype=dtype)
-        return self._gradients
-
-    def take(self, at: slice, like: Tensor) -> list[Tensor]:
-        """Gradients of what was put `at`, as `like` [B, A, w, K, H]. The first addition takes its part last."""
-        B, A, _, K, _ = like.shape
-        parts = self.gradients(like.dtype)
-        if not at.start:
-            self._gradients = None
-        return [x[:, at].unflatten(0, (B, K, A)).permute(0, 2, 3, 1, 4).to(like.dtype).contiguous() for x in parts]
-
-
-class _Add(torch.autograd.Function):
-    """Puts keys and values in their places. Its empty result links whatever attends to them to what they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, own: Own) -> Tensor:
-        ctx.own, ctx.at, ctx.like = own, own.put((k, v)), torch.empty_like(k, device="meta")
-        if own.used == own.places:  # for who counts what is kept: what is saved must not change any more
-            ctx.save_for_backward(own.keys, own.values)
-        return k.new_empty(0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, unused: Tensor) -> Any:
-        return *ctx.own.take(ctx.at, ctx.like), None
 
 
 def _bounds(seen: list[Tensor]) -> list[list[int]]:
@@ -190,14 +126,15 @@ class _Attention(torch.autograd.Function):
                 out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ own.values)
             share = total.reciprocal_()
             result = _back(out, share, q, K)
-        ctx.view, ctx.own, ctx.scale, ctx.links = view, own, scale, len(links)
-        ctx.save_for_backward(queries, k, v, result, near, top, share, *kept)
+        ctx.view, ctx.gradients, ctx.scale, ctx.links = view, own.gradients, scale, len(links)
+        added = (own.keys, own.values) if own.used else (None, None)
+        ctx.save_for_backward(queries, k, v, *added, result, near, top, share, *kept)
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        queries, k, v, out, near, top, share, *kept = ctx.saved_tensors
+        queries, k, v, keys, values, out, near, top, share, *kept = ctx.saved_tensors
         B, A, G, _, _ = out.shape
         K, exact = len(k) // B, top.dtype
         sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
@@ -218,9 +155,9 @@ class _Attention(torch.autograd.Function):
             d_q = d_q.to(exact)
             if near is not None:
                 queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
-                d_s = (d @ ctx.own.values.mT).to(exact).sub_(mean).mul_(near).to(k.dtype)
-                _plus(_groups(d_q, A), d_s, ctx.own.keys)
-                own_k, own_v = ctx.own.gradients(exact)
+                d_s = (d @ values.mT).to(exact).sub_(mean).mul_(near).to(k.dtype)
+                _plus(_groups(d_q, A), d_s, keys)
+                own_k, own_v = ctx.gradients.of(keys, values, exact)
                 _plus(own_k, d_s.mT, queries)
                 _plus(own_v, near.to(v.dtype).mT, d)
         return _back(d_q, ctx.scale, out, K), d_k.to(k.dtype), d_v.to(k.dtype), *[None] * (3 + ctx.links)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .two_parts import Own, TwoParts, turned
+from .own import Own
+from .two_parts import TwoParts, turned
 
 SCORES_KEPT = 1 << 25
 """Most scores with the context that all slots together keep for backward (128 MiB in float32); more are made again."""
