@@ -53,7 +53,6 @@ class TwoParts:
             hidden = None if whole == end else ~mask[:, None, :, None, :, whole:end]
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
-    @torch.compiler.disable  # slices are of another size in every batch
     def __call__(self, q: Tensor, context: tuple[Tensor, Tensor], own: Own, scale: float) -> Tensor:
         """q [B, A, G, Q, H]; context keys and values as `turned` gives them; what `own` holds by now
         -> [B, A, G, Q, H]. A query that sees no place is NaN."""
