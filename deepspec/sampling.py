@@ -155,7 +155,7 @@ def uniforms(seeds: Tensor, positions: Tensor, stream: int | Tensor) -> Tensor:
     lanes of 32 bits, salted at the seed: where two requests meet in one lane they part in the other, so that no request
     replays another's numbers.
     """
-    x, y = (_lane(seeds, positions, stream, salt) for salt in (0, 0x1B873593))
+    x, y = _lanes(seeds, positions, stream)
     return (((x ^ y) << 16 | y >> 16).double() + 0.5) * 2.0**-48
 
 
@@ -164,19 +164,22 @@ def fold(seed: int, *parts: Tensor) -> Tensor:
     of every part, long, in [0, 2^62)."""
     seeds = torch.tensor((seed + 2**63) % 2**64 - 2**63)
     for n, part in enumerate(parts):
-        high, low = (_lane(seeds, part, n, salt) for salt in (0, 0x1B873593))
+        high, low = _lanes(seeds, part, n)
         seeds = high >> 2 << 32 | low
     return seeds
 
 
-def _lane(seeds: Tensor, positions: Tensor, stream: int | Tensor, salt: int) -> Tensor:
-    x = _mix(_mix(seeds & _MASK32 ^ salt) ^ (seeds >> 32 & _MASK32))
+def _lanes(seeds: Tensor, positions: Tensor, stream: int | Tensor) -> Tensor:
+    """Both lanes, [2, ...]."""
+    dims = max(x.dim() for x in (seeds, positions, stream) if isinstance(x, Tensor))
+    salts = torch.arange(0, 2 * 0x1B873593, 0x1B873593, device=seeds.device).view(2, *[1] * dims)
+    x = _mix(_mix(seeds & _MASK32 ^ salts) ^ (seeds >> 32 & _MASK32))
     return _mix(_mix(x ^ (positions & _MASK32)) ^ stream * 0x3C6EF372 & _MASK32)
 
 
 def _mix(x: Tensor) -> Tensor:
     """A 32-bit finaliser (xor-shift, multiply) on values in [0, 2^32) held as int64; its multipliers are below 2^31."""
-    x = (x + 0x1E3779B9) & _MASK32
-    x = ((x ^ x >> 16) * 0x21F0AAAD) & _MASK32
-    x = ((x ^ x >> 15) * 0x735A2D97) & _MASK32
-    return x ^ x >> 15
+    x = (x + 0x1E3779B9).bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 15).mul_(0x735A2D97).bitwise_and_(_MASK32)
+    return x.bitwise_xor_(x >> 15)

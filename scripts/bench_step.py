@@ -5,13 +5,16 @@
 A step is forward, objective and backward at width 256, vocabulary 4096, 512 positions, three tapped layers: DSpark and
 DFlash with two layers and 64 anchors x 7, Eagle3 unrolled seven times from every position; float32, one thread.
 
-The floor is the matrix products that such a step cannot avoid, at the same sizes, alone, into memory that is there:
-every trained matrix three times (its product, the gradient by its input where something before it is trained, and by
-itself), the frozen head twice, the teacher's once for each position that some slot looks at, attention over visible
+The floor is the matrix products of such a step as it is usually written, at the same sizes, alone, into memory that is
+there: every trained matrix three times (its product, the gradient by its input where something before it is trained,
+and by itself), the frozen head twice, the teacher's once for each position that some slot looks at, attention over visible
 places and within blocks, two products forward and four backward. Left out, so that the floor is rather too low: what
 norms, softmaxes, gates and the optimiser do, the confidence head's one column, the few keys of a row's own slots
-(Eagle3), scores made a second time. Times are CPU time; both alternate in one process, and medians are shown. Peak
-memory is what the process holds at most above what it held before the first step.
+(Eagle3), scores made a second time. `least` is the same with distinct inputs alone: a token's part of Eagle3's queries,
+keys and values is the same in all slots, and so is that of the mask token in a block drafter's first layer.
+
+Times are CPU time; all alternate in one process, and medians are shown. Peak memory is what the process holds at most
+above what it held before the first step.
 
 The allocator of both processes keeps what is freed, as that of a training run does (deepspec/allocator.py).
 
@@ -79,8 +82,8 @@ def ours(kind: str) -> Callable[[], float]:
     return step
 
 
-def products(kind: str) -> list[tuple[int, int, int, int, int]]:
-    """The floor as (how often, B, M, K, N): B products of [M, K] and [K, N] at once."""
+def products(kind: str, *, distinct: bool) -> list[tuple[int, int, int, int, int]]:
+    """The floor, of `distinct` inputs or all, as (how often, B, M, K, N): B products of [M, K] and [K, N] at once."""
     found: list[tuple[int, int, int, int, int]] = []
 
     def linear(rows: int, inputs: int, outputs: int, times: int = 1, *, back: bool = True, train: bool = True) -> None:
@@ -100,9 +103,12 @@ def products(kind: str) -> list[tuple[int, int, int, int, int]]:
     if kind == "eagle3":
         A = T - 2
         slots = A * SLOTS - SLOTS * (SLOTS - 1) // 2  # blocks at the end are cut
-        linear(T, 2 * D, kv)
-        linear(A, 2 * D, kv, SLOTS - 1)
-        linear(A, 2 * D, qo, SLOTS)
+        width = D if distinct else 2 * D
+        if distinct:
+            linear(T, D, qo + kv)
+        linear(T, width, kv)
+        linear(A, width, kv, SLOTS - 1)
+        linear(A, width, qo, SLOTS)
         attention(A, T // 2, SLOTS)
         linear(A, qo, D, SLOTS)
         linear(A, D, MLP, 2 * SLOTS)
@@ -111,8 +117,10 @@ def products(kind: str) -> list[tuple[int, int, int, int, int]]:
     else:
         slots = ANCHORS * SLOTS
         linear(T, D, kv, LAYERS)
-        linear(slots, D, kv, LAYERS)
-        linear(slots, D, qo, LAYERS)
+        if distinct:
+            linear(ANCHORS + 1, D, qo + kv)
+        linear(slots, D, kv, LAYERS - distinct)
+        linear(slots, D, qo, LAYERS - distinct)
         attention(slots, T // 2, LAYERS)
         attention(SLOTS, SLOTS, LAYERS, ANCHORS)
         linear(slots, qo, D, LAYERS)
@@ -126,12 +134,12 @@ def products(kind: str) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def floor(kind: str) -> Callable[[], float]:
+def floor(kind: str, *, distinct: bool) -> Callable[[], float]:
     """Those products and nothing else, each into memory that is there."""
     import torch
 
     todo = []
-    for times, batch, m, k, n in products(kind):
+    for times, batch, m, k, n in products(kind, distinct=distinct):
         parts = torch.randn(batch, m, k), torch.randn(batch, n, k).mT, torch.empty(batch, m, n)
         one = batch == 1
         todo.append((times, torch.mm if one else torch.bmm, *(x[0] if one else x for x in parts)))
@@ -155,11 +163,12 @@ def measure(kind: str, repeats: int) -> dict[str, float]:
     loss = step()
     step()
     peak = peak_memory() - before
-    base = floor(kind)
-    base()
-    times: dict[str, list[float]] = {"ours": [], "floor": []}
+    runs = {"floor": floor(kind, distinct=False), "least": floor(kind, distinct=True), "ours": step}
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, run in (("floor", base), ("ours", step)):
+        for name, run in runs.items():
             began = time.process_time()
             run()
             times[name].append((time.process_time() - began) * 1e3)
@@ -195,7 +204,7 @@ def main() -> None:
         }
         our = middle["ours"]
         line = f"{kind:7s} {our['ours']:7.1f}   floor {our['floor']:7.1f}   x {our['ours'] / our['floor']:.2f}"
-        line += f"   peak {our['peak_mb']:6.0f} MB"
+        line += f"   least {our['least']:7.1f}   x {our['ours'] / our['least']:.2f}   peak {our['peak_mb']:6.0f} MB"
         if "peer" in middle:
             other = middle["peer"]
             line += f"   speculators {other['peer']:7.1f}   x {our['ours'] / other['peer']:.2f}"

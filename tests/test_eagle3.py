@@ -19,7 +19,7 @@ from twins import naive_objective
 import deepspec
 from deepspec import Batch, Eagle3Config, LossConfig, Objective, Sampling, Target, generate
 from deepspec.checked import ConfigError, InputError
-from deepspec.modeling import two_parts
+from deepspec.modeling import two_parts, unrolled
 from deepspec.modeling.eagle3 import Eagle3
 from deepspec.modeling.unrolled import Unrolled
 from deepspec.sampling import uniforms
@@ -188,25 +188,35 @@ def naive(q, k, v, own, rows, document, scale):
 
 @pytest.mark.parametrize("earlier", [0, 1, 3])
 @pytest.mark.parametrize("slices", [1, 4])
-def test_unrolled_attention_is_its_naive_twin(earlier, slices, monkeypatch):
-    """Output and every gradient, to 1e-10 in float64; packed rows, unsorted anchors, any number of slices."""
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_unrolled_attention_is_its_naive_twin(earlier, slices, kept, monkeypatch):
+    """Output and every gradient, to 1e-10 in float64, of slots that add their own keys one after another and look;
+    packed rows, unsorted anchors, any number of slices, scores that are kept and scores that are made again; twice."""
     monkeypatch.setattr(two_parts, "SLICE", 16 if slices == 1 else 4)
+    monkeypatch.setattr(unrolled, "SCORES_KEPT", kept)
     torch.manual_seed(earlier)
     B, T, A, Q, K, H = 2, 9, 7, 4, 2, 6
     rows = torch.randint(0, T, (B, A))
     document = torch.tensor([[0] * 9, [0, 0, 0, 0, 1, 1, 1, 2, -1]])
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
-    q, k, v = make(B, A, Q, H), make(B, T, K, H), make(B, T, K, H)
+    k, v = make(B, T, K, H), make(B, T, K, H)
+    q, weight = make(earlier + 1, B, A, Q, H), torch.randn(earlier + 1, B, A, Q, H, dtype=torch.float64)
     own = [(make(B, A, K, H), make(B, A, K, H)) for _ in range(earlier)]
-    view = Unrolled(rows, document, 0.4, (Q, K))
-    assert len(view.parts.slices) == slices
-    inputs, weight = [q, k, v, *[x for pair in own for x in pair]], torch.randn(B, A, Q, H, dtype=torch.float64)
-    ours, twin = view(q, (k, v), own), naive(q, k, v, own, rows, document, 0.4)
-    torch.testing.assert_close(ours, twin, atol=1e-10, rtol=0)
-    for x, y in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((twin * weight).sum(), inputs)
-    ):
-        torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
+    view = Unrolled(rows, document, 0.4, (Q, K), earlier + 1)
+    assert len(view.parts.slices) == slices and view.parts.keep == bool(kept)
+    inputs = [q, k, v, *[x for pair in own for x in pair]]
+    view.start(k, v)
+    ours = [view(q[0])]
+    for g, pair in enumerate(own, 1):
+        view.add(*pair)
+        ours.append(view(q[g]))
+    twin = torch.stack([naive(q[g], k, v, own[:g], rows, document, 0.4) for g in range(earlier + 1)])
+    torch.testing.assert_close(torch.stack(ours), twin, atol=1e-10, rtol=0)
+    right = torch.autograd.grad((twin * weight).sum(), inputs)
+    loss = (torch.stack(ours) * weight).sum()
+    for again in (True, False):
+        for x, y in zip(torch.autograd.grad(loss, inputs, retain_graph=again), right):
+            torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "qk_norm", "norm_output"])
@@ -274,8 +284,9 @@ class Twin:
         return torch.stack(slots)
 
 
-def test_memory_kept_for_backward_has_no_term_in_length_squared_times_slots():
-    """Numbers that autograd keeps: a second difference in T finds the T^2 term, and more slots do not raise it."""
+def test_memory_kept_for_backward_has_no_term_in_length_squared_times_slots(monkeypatch):
+    """Numbers that autograd keeps past its budget for scores: a second difference in T finds the T^2 term, and more
+    slots do not raise it. Within the budget it keeps no more than that."""
 
     def kept(T: int, slots: int) -> int:
         seen: dict[int, int] = {}
@@ -292,10 +303,17 @@ def test_memory_kept_for_backward_has_no_term_in_length_squared_times_slots():
         assert hidden.requires_grad
         return sum(seen.values())
 
+    monkeypatch.setattr(unrolled, "SCORES_KEPT", 0)
     sizes = {(T, g): kept(T, g) for T in (130, 258, 386) for g in (2, 6)}
     for g in (2, 6):
         bend = sizes[386, g] - 2 * sizes[258, g] + sizes[130, g]
         assert abs(bend) < 0.02 * 128 * 128, (g, bend)  # one matrix of scores a slot and head would bend by 2 * 128^2
+    for g in (2, 6):
+        budget = g * (130 - 2) * 130 * drafter().spec.heads
+        for room in (budget - g, budget):
+            monkeypatch.setattr(unrolled, "SCORES_KEPT", room)
+            more = kept(130, g) - sizes[130, g]
+            assert (0 < more <= budget) if room == budget else more == 0, (g, room, more)
 
 
 # -- what a row sees -------------------------------------------------------------------------------------------------

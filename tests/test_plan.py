@@ -140,18 +140,22 @@ def test_frozen_figures_of_qwen3_4b(planned):
     assert p.memory["target weights"] == 2 * 4_022_468_096
     slots = 512 * 7
     linear = 2 * 4096 * (5 * D * D + 5 * 2 * D * 1024) + 2 * slots * 5 * (layer - 2 * 128 - 2 * D)
+    # queries, keys and values of the first layer: of 512 anchors and one mask token
+    linear -= 2 * (slots - 512 - 1) * D * (4096 + 2 * 1024)
     attention = 5 * 4 * slots * 32 * 128 * (4096 + 7)
     assert math.isclose(p.flops["drafter, forward and backward"], 512 * 3 * (linear + attention), rel_tol=1e-6)
 
 
 def test_frozen_figures_of_eagle3_on_qwen3_4b(planned, whole):
-    """Of one layer that reads two streams; attention of every slot to the whole row and its own earlier slots."""
+    """Of one layer that reads two streams, a token's part made once for all slots; attention of every slot to the whole
+    row, and of each but the first to its own other slots."""
     p = planned("eagle3", "qwen3_4b")
     D, M, T, G = 2560, 9728, 4096, 7
     layer = 2 * D * (4096 + 2 * 1024) + 4096 * D + 3 * D * M
     assert sum(p.parameters.values()) == 5 * D * D + layer + 3 * D + D == 149_432_320
-    linear = 2 * T * (5 * D * D + G * layer)
-    attention = 4 * 32 * 128 * T * sum(T + g for g in range(G))
+    token_part = D * (4096 + 2 * 1024)
+    linear = 2 * T * (5 * D * D + G * (layer - token_part) + token_part)
+    attention = 4 * 32 * 128 * T * (G * T + (G - 1) ** 2)
     assert math.isclose(p.flops["drafter, forward and backward"], 512 * 3 * (linear + attention), rel_tol=1e-6)
     few = planned("eagle3", "qwen3_4b", "drafter.num_anchors=512")
     assert few.slots == 512 * 512 * 7 and few.flops["drafter, forward and backward"] < sum(p.flops.values()) / 5

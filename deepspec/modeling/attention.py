@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .two_parts import TwoParts
+from .own import Own
+from .two_parts import TwoParts, turned
 
 Backend = Literal["auto", "flex", "sdpa"]
 
@@ -104,8 +105,9 @@ class Anchored:
 
     def _plain(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         blocks = self.anchors.shape[1], self.slots
-        keys, values = (x.unflatten(1, blocks) for x in block)
-        return self._parts(q.unflatten(1, blocks), context, [(keys, values)], scale).flatten(1, 2)
+        own = Own(self.slots).add(*(x.unflatten(1, blocks) for x in block))
+        keys, values = (turned(x) for x in context)
+        return self._parts(q.unflatten(1, blocks), (keys, values), own, scale).flatten(1, 2)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from .cache import KVCache, Ragged, as_list, on_device
 from .draft_vocab import check
 from .drafter import Batch, Drafter, DrafterConfig, Proposal, choose_anchors
 from .fixed import capacity
-from .layers import Block, Rotary, spec_norm
+from .layers import Block, Rotary, Spread, spec_norm
 from .packed import pack
 from .spec import BlockSpec
 from .vocab import Vocab
@@ -140,17 +140,20 @@ class BlockDrafter(Drafter):
         context_rotary = self.rotary(positions)
         width = self.config.block_size
         at = positions.gather(1, anchors)[..., None] + torch.arange(width, device=anchors.device)
-        x = self._embed(batch.tokens.gather(1, anchors)).flatten(1, 2)
         rotary = self.rotary(at.flatten(1))
+        # the first layer's inputs are the anchors and one mask token: its norm and projections see each once
+        spread: Spread = functools.partial(_spread, width)
+        x = self._embed(nn.functional.pad(batch.tokens.gather(1, anchors), (0, 1), value=self.config.mask_token_id))
         heads = self.spec.heads, self.spec.kv_heads
         view = Anchored(anchors, documents, width, heads, self.attention, self.config.sliding_window).prepare()
         for layer in self._blocks():
             injected, scale = layer.self_attn.kv(context, context_rotary), layer.self_attn.scale
             look = functools.partial(_look, view, injected, scale)
             if self.checkpoint_layers and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rotary, look, use_reentrant=False)
+                x = checkpoint(layer, x, rotary, look, spread, use_reentrant=False)
             else:
-                x = layer(x, rotary, look)
+                x = layer(x, rotary, look, spread)
+            spread = None
         return self._slots(x.unflatten(1, (anchors.shape[1], width)))
 
     def _blocks(self) -> list[Block]:
@@ -160,14 +163,15 @@ class BlockDrafter(Drafter):
         """The target's dtype -> the drafter's; autocast does it by itself."""
         return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
 
-    def _embed(self, anchor_tokens: Tensor) -> Tensor:
-        """[...] -> block input [..., block_size, D]: the anchor, then masks."""
-        tokens = torch.full(
-            (*anchor_tokens.shape, self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device
-        )
-        tokens[..., 0] = anchor_tokens
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[...] -> block input [..., D]."""
         x = self._cast(self.vocab.embed(tokens))
         return x if self.embed_proj is None else self.embed_proj(x)
+
+    def _block(self, anchors: Tensor) -> Tensor:
+        """The tokens of a block [..., block_size]: its anchor [...], then masks."""
+        masks = self.config.block_size - 1
+        return nn.functional.pad(anchors[..., None], (0, masks), value=self.config.mask_token_id)
 
     def _slots(self, x: Tensor) -> Tensor:
         """What the layers leave [..., block_size, D] -> slot states that the target's head reads [..., G, D]."""
@@ -264,7 +268,7 @@ class BlockDrafter(Drafter):
     ) -> Tensor:  # fmt: skip
         """Blocks of anchors [B] at start [B] through the layers, over places read[0] to read[1] of the cache's rows."""
         positions = start[:, None] + torch.arange(self.config.block_size, device=start.device)
-        x, rotary = self._embed(anchors), self.rotary(positions)
+        x, rotary = self._embed(self._block(anchors)), self.rotary(positions)
         numbers = torch.arange(len(start), device=start.device) if rows is None else rows
         where = (numbers[:, None] * cache.capacity + positions).flatten()
         for i, layer in enumerate(self._blocks()):
@@ -276,6 +280,13 @@ class BlockDrafter(Drafter):
 
             x = layer(x, rotary, look)
         return self._slots(x)
+
+
+def _spread(width: int, x: Tensor) -> Tensor:
+    """What A anchors and a mask token have [B, A + 1, ...] -> what the places of A blocks have [B, A * width, ...]."""
+    A = x.shape[1] - 1
+    masks = x[:, A:, None].expand(-1, A, width - 1, *x.shape[2:])
+    return torch.cat([x[:, :A, None], masks], 2).flatten(1, 2)
 
 
 def _look(view: Anchored, context: tuple[Tensor, Tensor], scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

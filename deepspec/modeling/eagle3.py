@@ -131,29 +131,49 @@ class Eagle3(Drafter):
         A, width = anchors.shape[1], _columns(anchors)
         anchors = anchors[:, :width]
         layer, positions = self._layer, batch.positions
-        T = batch.tokens.shape[1]
+        B, T = batch.tokens.shape
         rows = (anchors - 1).clamp(min=0)
-        view = Unrolled(rows, batch.documents, layer.self_attn.scale, (self.spec.heads, self.spec.kv_heads))
+        heads = self.spec.heads, self.spec.kv_heads
+        view = Unrolled(rows, batch.documents, layer.self_attn.scale, heads, self.num_slots)
         at = positions.gather(1, rows)
+        offset = torch.arange(B, device=rows.device)[:, None] * T
 
-        def pick(x: Tensor) -> Tensor:
-            return x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
+        def pick(x: Tensor, which: Tensor) -> Tensor:
+            """[B, T, *] at places which [..., B, N] -> [..., B, N, *]."""
+            return x.flatten(0, 1).index_select(0, (offset + which).flatten()).unflatten(0, which.shape)
+
+        # queries, keys and values are of a token and of a state: a token's part is made once for all slots
+        sizes, of_token, of_state = self._halves()
+        token_part = nn.functional.linear(layer.input_layernorm(self._cast(self.vocab.embed(batch.tokens))), of_token)
+        slot = torch.arange(self.num_slots, device=rows.device)[:, None, None]
+        parts = pick(token_part, (anchors + slot).clamp(max=T - 1)).unbind()
 
         # slot 0: keys and values of every row; queries of the anchors' rows alone
         states = self._project(batch.features)
-        following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], 1)
-        inputs, residual = self._inputs(states, following)
-        first = layer.self_attn.kv(inputs, self.rotary(positions))
-        x, inputs, own, slots = pick(residual), pick(inputs), [], []
+        normed, residual = self._normed(states)
+        following = torch.arange(1, T + 1, device=rows.device).clamp(max=T - 1).expand(B, T)
+        kv = _plus(pick(token_part[..., sizes[0] :], following), normed, of_state[sizes[0] :]).split(sizes[1:], -1)
+        view.start(*layer.self_attn.placed_kv(kv[0], kv[-1], self.rotary(positions)))
+        q = _plus(parts[0][..., : sizes[0]], pick(normed, rows), of_state[: sizes[0]])
+        x, slots = pick(residual, rows), []
         for g in range(self.num_slots):
             rotary = self.rotary(at + g)
             if g:
-                token = batch.tokens.gather(1, (anchors + g).clamp(max=T - 1))
-                inputs, x = self._inputs(x, token)
-                own.append(layer.self_attn.kv(inputs, rotary))
-            x = self._recur(layer.finish(x, view(layer.self_attn.q(inputs, rotary), first, own)))
+                normed, x = self._normed(x)
+                q, *kv = _plus(parts[g], normed, of_state).split(sizes, -1)
+                view.add(*layer.self_attn.placed_kv(kv[0], kv[-1], rotary))
+            x = self._recur(layer.finish(x, view(layer.self_attn.placed_q(q, rotary))))
             slots.append(x)
-        return nn.functional.pad(self._read(torch.stack(slots, 2)), (0, 0, 0, 0, 0, A - width))
+        read = self._read(torch.stack(slots, 2))
+        return read if width == A else nn.functional.pad(read, (0, 0, 0, 0, 0, A - width))
+
+    def _halves(self) -> tuple[list[int], Tensor, Tensor]:
+        """Sizes of what q_proj, k_proj and v_proj give, and their matrices one below the other, cut into what
+        multiplies a token [sum, D] and what multiplies a state [sum, D]."""
+        attention = self._layer.self_attn
+        weights = [m.weight for m in (attention.q_proj, attention.k_proj, attention.v_proj) if m is not None]
+        of_token, of_state = torch.cat(weights).split(self.spec.dim, 1)
+        return [len(w) for w in weights], of_token, of_state
 
     # -- the layer's two ends ------------------------------------------------------------------------------------------
 
@@ -168,11 +188,15 @@ class Eagle3(Drafter):
 
     def _inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States [..., D] and the tokens after them [...] -> what attention reads [..., 2 D], and the residual."""
+        normed, residual = self._normed(states)
+        return torch.cat([self._layer.input_layernorm(self._cast(self.vocab.embed(tokens))), normed], -1), residual
+
+    def _normed(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States [..., D] -> what attention reads of them, and the residual."""
         layer = self._layer
         assert layer.hidden_norm is not None
         normed = layer.hidden_norm(states)
-        aside = layer.input_layernorm(self._cast(self.vocab.embed(tokens)))
-        return torch.cat([aside, normed], -1), normed if self.config.norm_before_residual else states
+        return normed, normed if self.config.norm_before_residual else states
 
     def _recur(self, x: Tensor) -> Tensor:
         """The layer's output [..., D] -> the state that the next slot reads."""
@@ -268,6 +292,11 @@ class Eagle3(Drafter):
             mask = torch.arange(longest, device=device) < on_device(ends, device)[:, None]
             mask = mask[:, None, None]
         return attend(q[:, :, None], keys, values, mask, self._layer.self_attn.scale)[:, :, 0]
+
+
+def _plus(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """total [B, N, O] + x [B, N, D] by weight [O, D]."""
+    return torch.addmm(total.flatten(0, 1), x.flatten(0, 1), weight.T).view(total.shape)
 
 
 def _columns(anchors: Tensor) -> int:

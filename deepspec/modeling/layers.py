@@ -3,6 +3,7 @@
 Letters: D hidden, Q heads, K kv heads, H head dim; leading dimensions are free.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from .spec import BlockSpec
 
+Spread = Callable[[Tensor], Tensor] | None
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -48,8 +50,9 @@ class _Norm(torch.autograd.Function):
         exact, d = x.to(weight.dtype), grad.to(weight.dtype)
         both = (d * exact).reshape(-1, len(weight))
         d_weight = both.T.mv(scale.reshape(-1))
-        mean = both.mv(weight).view(scale.shape).mul_(scale.pow(3)).div_(len(weight))
-        return (d * weight).mul_(scale).addcmul_(exact, mean, value=-1).to(x.dtype), d_weight, None
+        mean = both.mv(weight).view(scale.shape).mul_(scale.square()).div_(len(weight))
+        d_x = torch.mul(d, weight, out=both.view(d.shape)).addcmul_(exact, mean, value=-1).mul_(scale)
+        return d_x.to(x.dtype), d_weight, None
 
 
 class GatedMLP(nn.Module):
@@ -127,7 +130,8 @@ class Attention(nn.Module):
     """Grouped-query attention whose keys and values are computed apart from its queries.
 
     That split is all KV injection needs: project the target's context with `kv`, the block's own positions with `kv`,
-    and attend over both. q_norm and k_norm belong to block drafters on every family: it is what servers load.
+    and attend over both. `spread` copies what is known before its position is, to all positions it has. q_norm and
+    k_norm belong to block drafters on every family: it is what servers load.
     """
 
     def __init__(self, spec: BlockSpec, *, width: int | None = None, qk_norm: bool = True) -> None:
@@ -146,17 +150,31 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def kv(self, x: Tensor, rotary: tuple[Tensor, Tensor], spread: Spread = None) -> tuple[Tensor, Tensor]:
         """x [..., width] -> keys and values, each [..., K, H]."""
-        keys = self._heads(self.k_proj(x))
-        values = keys if self.v_proj is None else self._heads(self.v_proj(x))
+        return self.placed_kv(self.k_proj(x), None if self.v_proj is None else self.v_proj(x), rotary, spread)
+
+    def placed_kv(
+        self, keys: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], spread: Spread = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the projections give [..., K * H] (values None: they are the keys') -> keys and values [..., K, H]."""
+        keys = self._heads(keys)
+        values = keys if values is None else self._heads(values)
         if self.norm_values:
             values = F.rms_norm(values.float(), values.shape[-1:], None, self.eps).to(values.dtype)
-        return rotate(self.k_norm(keys), rotary), values
+        keys = self.k_norm(keys)
+        if spread is not None:
+            keys, values = spread(keys), spread(values)
+        return rotate(keys, rotary), values
 
-    def q(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def q(self, x: Tensor, rotary: tuple[Tensor, Tensor], spread: Spread = None) -> Tensor:
         """x [..., width] -> queries [..., Q, H]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
+        return self.placed_q(self.q_proj(x), rotary, spread)
+
+    def placed_q(self, queries: Tensor, rotary: tuple[Tensor, Tensor], spread: Spread = None) -> Tensor:
+        """What the projection gives [..., Q * H] -> queries [..., Q, H]."""
+        queries = self.q_norm(self._heads(queries))
+        return rotate(queries if spread is None else spread(queries), rotary)
 
 
 class Block(nn.Module):
@@ -180,10 +198,12 @@ class Block(nn.Module):
         self.post_feedforward_layernorm = spec_norm(spec) if spec.sandwich else None
         self.register_buffer("layer_scalar", torch.ones(1) if spec.layer_scalar else None)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend) -> Tensor:  # type: ignore[no-untyped-def]
-        """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend, spread: Spread = None) -> Tensor:  # type: ignore[no-untyped-def]
+        """x [..., D]; attend: queries [..., Q, H], keys and values [..., K, H] -> [..., Q, H]. spread: from the
+        distinct inputs, which x then holds, to all places, [..., n, *] -> [..., N, *]."""
         h = self.input_layernorm(x)
-        return self.finish(x, attend(self.self_attn.q(h, rotary), *self.self_attn.kv(h, rotary)))
+        seen = attend(self.self_attn.q(h, rotary, spread), *self.self_attn.kv(h, rotary, spread))
+        return self.finish(x if spread is None else spread(x), seen)
 
     def finish(self, x: Tensor, seen: Tensor) -> Tensor:
         """The block after its attention: residual x [..., D] and what the queries saw [..., Q, H] -> [..., D]."""

@@ -10,12 +10,13 @@ a kv head, M = R * G, H head dim, W own places of a group, C groups of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .own import Own
 from .sizes import rounded
 
 SLICE = 128
@@ -53,13 +54,16 @@ class TwoParts:
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
     @torch.compiler.disable  # slices are of another size in every batch
-    def __call__(
-        self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float
-    ) -> Tensor:
-        """q [B, A, G, Q, H]; context keys and values [B, T, K, H], own ones in parts [B, A, w, K, H] whose w add up to
-        W -> [B, A, G, Q, H]. A query that sees no place is NaN."""
-        out: Tensor = _Attention.apply(q, *context, self, scale, *(x for pair in own for x in pair))
+    def __call__(self, q: Tensor, context: tuple[Tensor, Tensor], own: Own, scale: float) -> Tensor:
+        """q [B, A, G, Q, H]; context keys and values as `turned` gives them; what `own` holds by now
+        -> [B, A, G, Q, H]. A query that sees no place is NaN."""
+        out: Tensor = _Attention.apply(q, *context, self, own, scale, *own.links)
         return out
+
+
+def turned(x: Tensor) -> Tensor:
+    """Keys or values of a context [B, T, K, H] -> [BK, T, H]."""
+    return x.transpose(1, 2).contiguous().flatten(0, 1)
 
 
 def _bounds(seen: list[Tensor]) -> list[list[int]]:
@@ -94,70 +98,69 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, scale: float, *own: Tensor) -> Tensor:
-        (B, A, G, Q, _), K = q.shape, k.shape[2]
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: TwoParts, own: Own, scale: float, *links: Tensor
+    ) -> Tensor:
+        (B, A, G, Q, _), K = q.shape, len(k) // len(q)
         M, exact = Q // K * G, torch.promote_types(q.dtype, torch.float32)
         keep, kept = view.keep and any(ctx.needs_input_grad), []
         sizes = [piece.groups * M for piece in view.slices]
         with torch.autocast(q.device.type, enabled=False):
-            queries, keys, values = _front(q, K, scale), _turned(k), _turned(v)
-            near, tops = None, [None] * len(sizes)
-            if own:
-                near = _groups(queries, A) @ _gathered(own[0::2]).mT
-                near = near.to(exact).view(B * K, A * M, -1)
-                tops = near.amax(-1, keepdim=True).split(sizes, 1)
-            found = []
-            for piece, part, best in zip(view.slices, queries.split(sizes, 1), tops, strict=True):
-                p = _scores(part, keys[:, piece.places], piece.hidden, (B, K, G), exact)
-                best = _top(p, best)
-                p.sub_(best).exp_()
-                found.append((best, p.sum(-1, keepdim=True), p.to(v.dtype) @ values[:, piece.places]))
+            queries = _front(q, K, scale)
+            top, total = (queries.new_empty(B * K, A * M, 1, dtype=exact) for _ in range(2))
+            out, near = torch.empty_like(queries, dtype=v.dtype), None
+            if own.used:
+                near = (_groups(queries, A) @ own.keys.mT).to(exact).view(B * K, A * M, -1)
+                near[..., own.used :] = -torch.inf
+                torch.amax(near, -1, keepdim=True, out=top)
+            parts = (x.split(sizes, 1) for x in (queries, top, total, out))
+            for piece, part, best, z, seen in zip(view.slices, *parts, strict=True):
+                p = _scores(part, k[:, piece.places], piece.hidden, (B, K, G), exact)
+                _top(p, best, known=near is not None)
+                torch.sum(p.sub_(best).exp_(), -1, keepdim=True, out=z)
+                torch.bmm(p.to(v.dtype), v[:, piece.places], out=seen)
                 kept.append(p if keep else None)
-            top, total, out = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             if near is not None:
                 near.sub_(top).exp_()
                 total += near.sum(-1, keepdim=True)
-                out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ _gathered(own[1::2]))
+                out = _groups(out.to(exact), A).add_(_groups(near.to(v.dtype), A) @ own.values)
             share = total.reciprocal_()
             result = _back(out, share, q, K)
-        ctx.view, ctx.scale = view, scale
-        ctx.save_for_backward(q, k, v, result, near, top, share, *kept, *own)
+        ctx.view, ctx.gradients, ctx.scale, ctx.links = view, own.gradients, scale, len(links)
+        added = (own.keys, own.values) if own.used else (None, None)
+        ctx.save_for_backward(queries, k, v, *added, result, near, top, share, *kept)
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, out, near, top, share, *rest = ctx.saved_tensors
-        kept, own = rest[: len(ctx.view.slices)], rest[len(ctx.view.slices) :]
-        (B, A, G, _, _), (_, T, K, H), exact = q.shape, k.shape, top.dtype
+        queries, k, v, keys, values, out, near, top, share, *kept = ctx.saved_tensors
+        B, A, G, _, _ = out.shape
+        K, exact = len(k) // B, top.dtype
         sizes = [piece.groups * top.shape[1] // A for piece in ctx.view.slices]
-        with torch.autocast(q.device.type, enabled=False):
-            queries, keys, values = _front(q, K, ctx.scale), _turned(k), _turned(v)
+        with torch.autocast(k.device.type, enabled=False):
             mean = _front((d_out.to(exact) * out).sum(-1, keepdim=True), K, share)
             d = _front(d_out, K, share)
-            d_k, d_v = (torch.zeros(B * K, T, H, dtype=exact, device=k.device) for _ in "kv")
-            found = []
-            parts = (x.split(sizes, 1) for x in (queries, d, mean, top))
-            for piece, p, qs, ds, less, best in zip(ctx.view.slices, kept, *parts, strict=True):
+            d_k, d_v = (torch.zeros_like(x, dtype=exact) for x in (k, v))
+            d_q = torch.empty_like(queries)
+            parts = (x.split(sizes, 1) for x in (queries, d, mean, top, d_q))
+            for piece, p, qs, ds, less, best, d_qs in zip(ctx.view.slices, kept, *parts, strict=True):
                 at = piece.places
                 if p is None:
-                    p = _scores(qs, keys[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
-                d_s = (ds @ values[:, at].mT).to(exact).sub_(less).mul_(p).to(q.dtype)
+                    p = _scores(qs, k[:, at], piece.hidden, (B, K, G), exact).sub_(best).exp_()
+                d_s = (ds @ v[:, at].mT).to(exact).sub_(less).mul_(p).to(k.dtype)
                 _plus(d_v[:, at], p.to(v.dtype).mT, ds)
                 _plus(d_k[:, at], d_s.mT, qs)
-                found.append(d_s @ keys[:, at])
-            d_q, d_own = torch.cat(found, 1).to(exact), []
-            if own:
-                own_k, own_v = _gathered(own[0::2]), _gathered(own[1::2])
+                torch.bmm(d_s, k[:, at], out=d_qs)
+            d_q = d_q.to(exact)
+            if near is not None:
                 queries, d, near, mean = (_groups(x, A) for x in (queries, d, near, mean))
-                d_s = (d @ own_v.mT).to(exact).sub_(mean).mul_(near).to(q.dtype)
-                _plus(_groups(d_q, A), d_s, own_k)
-                # of keys and of values, [B, K, A, W, H]
-                whole = (x.unflatten(0, (B, K, A)) for x in (d_s.mT @ queries, near.to(v.dtype).mT @ d))
-                pairs = zip(*(x.split([y.shape[2] for y in own[0::2]], 3) for x in whole), strict=True)
-                d_own = [x.permute(0, 2, 3, 1, 4).contiguous() for pair in pairs for x in pair]
-            d_k, d_v = (x.unflatten(0, (B, K)).transpose(1, 2).contiguous().to(k.dtype) for x in (d_k, d_v))
-        return _back(d_q, ctx.scale, q, K), d_k, d_v, None, None, *d_own
+                d_s = (d @ values.mT).to(exact).sub_(mean).mul_(near).to(k.dtype)
+                _plus(_groups(d_q, A), d_s, keys)
+                own_k, own_v = ctx.gradients.of(keys, values, exact)
+                _plus(own_k, d_s.mT, queries)
+                _plus(own_v, near.to(v.dtype).mT, d)
+        return _back(d_q, ctx.scale, out, K), d_k.to(k.dtype), d_v.to(k.dtype), *[None] * (3 + ctx.links)
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
@@ -170,12 +173,14 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, 
     return scores
 
 
-def _top(scores: Tensor, other: Tensor | None) -> Tensor:
-    """The largest of scores [BK, N, S] and other [BK, N, 1], as [BK, N, 1]."""
-    if not scores.shape[-1]:
-        return scores.new_full((*scores.shape[:-1], 1), -torch.inf) if other is None else other
-    top = scores.amax(-1, keepdim=True)
-    return top if other is None else torch.maximum(top, other, out=top)
+def _top(scores: Tensor, top: Tensor, *, known: bool) -> None:
+    """The largest of scores [BK, N, S], and of `top` [BK, N, 1] where it is `known` before, into `top`."""
+    if known and scores.shape[-1]:
+        torch.maximum(top, scores.amax(-1, keepdim=True), out=top)
+    elif scores.shape[-1]:
+        torch.amax(scores, -1, keepdim=True, out=top)
+    elif not known:
+        top.fill_(-torch.inf)
 
 
 def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -204,14 +209,3 @@ def _back(x: Tensor, scale: Tensor | float, like: Tensor, K: int) -> Tensor:
 
     x, by = turn(x), turn(scale) if isinstance(scale, Tensor) else scale
     return torch.mul(x, by, out=like.new_empty(x.shape)).flatten(3, 4)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """[B, T, K, H] -> [BK, T, H]."""
-    return x.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """[B, A, w, K, H] of each part -> [BKA, W, H]."""
-    whole = torch.cat(list(parts), 2) if len(parts) > 1 else parts[0]
-    return whole.permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()

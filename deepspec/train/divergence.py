@@ -22,8 +22,10 @@ from ..config import LossConfig
 from ..modeling.sizes import rounded
 from ..modeling.vocab import Vocab
 
-_BLOCK_BYTES = {"cpu": 1600 << 10, "cuda": 64 << 20}
-"""Of one float32 tensor [C, V] of a block."""
+_BLOCK_BYTES = {"cpu": (512 << 10, 3 << 20)}
+"""Of one float32 tensor of a block, of which there are three, and of the target's law. So small on a CPU that the three
+stay in a core's own cache."""
+_MOST_BYTES = (64 << 20, 64 << 20)
 
 Span = tuple[int, int, int, int]
 """Positions p0 to p1 and their slots s0 to s1."""
@@ -49,7 +51,8 @@ class Divergence(torch.autograd.Function):
             out = _Results.make(h, r, w2, exact, grad)
             label, known = vocab.to_draft(label)
             work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
-            rows = max(1, _BLOCK_BYTES.get(device, 64 << 20) // (4 * vocab.size))
+            limits = zip(_BLOCK_BYTES.get(device, _MOST_BYTES), (vocab.draft_size, vocab.size), strict=True)
+            rows = max(1, min(most // (4 * size) for most, size in limits))
             most = config.slots(vocab.draft_size * fast.itemsize)
             for blocks in _chunks(_blocks(sizes.tolist(), min(rows, most)), most):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
@@ -90,11 +93,12 @@ def block_terms(
     mean = torch.mul(d, x, out=spare).sum(-1, keepdim=True) if kl_weight else at_label
     e = x.exp_()
     z = e.sum(-1, keepdim=True)
-    d = torch.addcmul(e, d, z.neg(), out=d)  # Z (q - p)
+    plain = known is None and share is None
+    only = plain and not (ce_weight or tv_weight)  # then d is the gradient, and nothing needs e
+    d = torch.addcmul(e, d, z.neg(), out=e if only else d)  # Z (q - p)
     l1 = torch.abs(d, out=spare).sum(-1, keepdim=True)  # vector_norm sums in sequence: 1e-5 off at V = 150,000
     if not grad:
         return z, at_label, mean, l1
-    plain = known is None and share is None
     pull: Any = ce_weight if known is None else ce_weight * known  # of q, but for tv's sign
     if share is not None:
         pull = pull + kl_weight * (share - 1)
