@@ -256,6 +256,12 @@ def test_a_simulation_is_the_cost_and_the_traces():
     full = simulate(traces(2), ones, bench, verify_all(), R, rounds=30)
     seconds = float(COST.step(R, np.array([R + R * G]))[0])
     assert full == Load(R, 30 * R * 3, pytest.approx(30 * seconds), 30, 30 * R * G)
+    # between the sizes that were measured at as many requests, where some were
+    sizes = {
+        "measured": [{"requests": 9, "step": []}, {"requests": R, "off": 0.5, "step": [[R, 0.1], [R + 2 * R * G, 0.5]]}]
+    }
+    some = simulate(traces(2), ones, Profile(COST, sizes), verify_all(), R, rounds=30)
+    assert some.seconds == pytest.approx(30 * 0.3)
     none = simulate(traces(2), ones, bench, None, R, rounds=30)
     assert none.tokens == 30 * R and none.seconds == pytest.approx(30 * np.interp(R, [1, 8], [0.01, 0.02]))
     # the temperatures count: at 0.9 ** (1 / 10) or so everything passes, as it is nothing does

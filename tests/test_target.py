@@ -96,6 +96,28 @@ def test_long_random_walk_of_appends_and_rewinds(family):
 
 
 @families
+def test_tokens_that_fill_a_size_change_nothing(family, monkeypatch):
+    """Both laws above hold where every pass is a few tokens longer than what is real."""
+    monkeypatch.setattr(target_module, "rounded", lambda n, *_: n + 3)
+    test_ragged_session_equals_transformers(family)
+    test_long_random_walk_of_appends_and_rewinds(family)
+
+
+@pytest.mark.parametrize("dtype, rows", [(torch.bfloat16, 20), (torch.float32, 19)])
+def test_passes_in_bfloat16_have_few_sizes(dtype, rows):
+    """On a CPU 19 tokens make products of 20 rows, in every layer; in float32 of 19."""
+    tgt, seen = Target(hf_model().to(dtype)), []
+    for layer in tgt.model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
+    session = tgt.open(4, 32, LAYERS)
+    for counts in ([9, 0, 3, 7], [3, 8, 4, 4]):
+        scored = session.score(torch.ones(4, 9, dtype=torch.long), counts)
+        assert scored.hidden.shape[:2] == (4, 9) and len(scored.packed) == 19
+    assert set(seen) == {rows} and len(seen) == 2 * 3 * 4
+
+
+@families
 def test_chunked_prefill_equals_one_piece(family, monkeypatch):
     """A prefill cut into chunks of a few tokens, into a cache that already holds some: the same features, hidden,
     logits, and the same continuation, whatever the chunk."""

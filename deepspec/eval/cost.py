@@ -101,7 +101,16 @@ class Profile:
 
     cost: StepsPerSecond | Additive
     extra: dict[str, Any] = field(default_factory=dict)
-    """Provenance; and `plain_seconds`, of a round without any drafter, at bs_probes."""
+    """Provenance; `plain_seconds`, of a round without any drafter, at bs_probes; and `measured`, what was."""
+
+    def step(self, requests: int, tokens: int) -> float:
+        """Seconds of a round that drafts for all `requests` and verifies `tokens`: between the sizes that were measured
+        at as many requests; where none was, by the cost, which schedules need to be smooth and convex."""
+        for one in self.extra.get("measured", ()):
+            if one["requests"] == requests:
+                sizes, seconds = zip(*one["step"], strict=True)
+                return float(np.interp(tokens, sizes, seconds))
+        return float(self.cost.step(requests, np.array([tokens]))[0])
 
     def without_drafter(self, requests: int) -> float:
         """Seconds of a round of the target alone; where that was not measured, of a round without drafting."""

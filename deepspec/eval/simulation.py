@@ -60,8 +60,8 @@ def simulate(
         if schedule is not None and wanted.any():
             now = torch.from_numpy(np.stack([confidence[w][p] for w, p in zip(which, place)])) * wanted[:, None]
             lengths = schedule(now, active, torch.where(wanted, slots, 0)).numpy()
-            few, more = int(wanted.sum()), cost.step(users, np.array([users, users + int(lengths.sum())]))
-            spent += float(cost.step(few, np.array([few]))[0]) - cost.plain(few) + float(more[1] - more[0])
+            few, more = int(wanted.sum()), profile.step(users, users + int(lengths.sum())) - profile.step(users, users)
+            spent += profile.step(few, few) - cost.plain(few) + more
         accepted = np.minimum(lengths, [answers[w].survived[p] for w, p in zip(which, place)])
         if isinstance(schedule, Learning) and wanted.any():
             schedule.settle(accepted.tolist())

@@ -74,6 +74,8 @@ class Ragged:
         self.total = sum(counts)
         self.full = all(count == self.width for count in counts)
         self.device = device
+        self._flat: dict[int, Tensor] = {}
+        """The real places of a flat grid, by its width."""
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -99,7 +101,10 @@ class Ragged:
         """[B, S', ...] -> [N, ...]."""
         if self.full and grid.shape[1] == self.width:
             return grid.flatten(0, 1)
-        return grid[self.rows, self.columns]
+        if (width := grid.shape[1]) not in self._flat:
+            self._flat[width] = self.rows * width + self.columns
+        # on a CPU several times as quick as places by two indices
+        return grid.flatten(0, 1).index_select(0, self._flat[width])
 
     def unpack(self, packed: Tensor, width: int | None = None) -> Tensor:
         """[N, ...] -> [B, width, ...], zeros where there is nothing."""

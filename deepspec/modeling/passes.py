@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention import attend
 from .cache import KVCache, Ragged, on_device
@@ -49,7 +50,13 @@ class Pass:
         return self._elsewhere[place]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]."""
+        """q [1, Q, N, H], k and v [1, K, N, H] -> [1, N, Q, H]; of tokens past N, which only fill a size, zeros."""
+        if more := q.shape[2] - self.ragged.total:
+            q, k, v = (x[:, :, : self.ragged.total] for x in (q, k, v))
+            return F.pad(self._attend(layer, q, k, v, scale, window), (0, 0, 0, 0, 0, more))
+        return self._attend(layer, q, k, v, scale, window)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if self._solo is not None and self._old is not None and self.cache is not None:
             k, v = self.cache.extend(layer, *self._solo, k, v)
             return attend(q, k, v, self._old.mask(window), scale).transpose(1, 2)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..allocator import keep_freed_memory
 from ..checked import InputError
@@ -27,6 +28,7 @@ from .fixed import PLACES, FixedDecoder, capacity
 from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
 from .packed import pack
 from .passes import Pass
+from .sizes import rounded
 from .vocab import Vocab
 
 ATTENTION = "deepspec"
@@ -153,19 +155,21 @@ class Target:
 
     def _run(self, view: Pass, tokens: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Packed tokens [N] -> features [N, L * D] (a copy, no view of a live buffer) and hidden [N, D]."""
+        n = len(tokens)
+        # filled up here, where that is quick, rather than before every product
+        more = rounded(n, self.device.type, self.dtype) - n
         with self._taps(layer_ids) as seen:
             output = self._decoder(
-                input_ids=tokens[None],
-                position_ids=view.positions[None],
+                input_ids=F.pad(tokens, (0, more))[None],
+                position_ids=F.pad(view.positions, (0, more))[None],
                 attention_mask=view.ignored,
                 use_cache=False,
                 deepspec_pass=view,
             )
         home = self.device
-        hidden = output.last_hidden_state[0].to(home)
-        features = (
-            torch.cat([seen[i][0].to(home) for i in layer_ids], -1) if layer_ids else hidden.new_empty(len(hidden), 0)
-        )
+        hidden = output.last_hidden_state[0, :n].to(home)
+        parts = [seen[i][0, :n].to(home) for i in layer_ids]
+        features = torch.cat(parts, -1) if parts else hidden.new_empty(n, 0)
         return features, hidden
 
     @contextlib.contextmanager
