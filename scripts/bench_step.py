@@ -7,9 +7,9 @@ DFlash with two layers and 64 anchors x 7, Eagle3 unrolled seven times from ever
 
 The floor is the matrix products of such a step as it is usually written, at the same sizes, alone, into memory that is
 there: every trained matrix three times (its product, the gradient by its input where something before it is trained,
-and by itself), the frozen head twice, the teacher's once for each position that some slot looks at, attention over visible
-places and within blocks, two products forward and four backward. Left out, so that the floor is rather too low: what
-norms, softmaxes, gates and the optimiser do, the confidence head's one column, the few keys of a row's own slots
+and by itself), the frozen head twice, the teacher's once for each position that some slot looks at, attention over
+visible places and within blocks, two products forward and four backward. Left out, so that the floor is rather too low:
+what norms, softmaxes, gates and the optimiser do, the confidence head's one column, the few keys of a row's own slots
 (Eagle3), scores made a second time. `least` is the same with distinct inputs alone: a token's part of Eagle3's queries,
 keys and values is the same in all slots, and so is that of the mask token in a block drafter's first layer.
 

@@ -20,7 +20,7 @@ import deepspec
 from deepspec import Batch, Eagle3Config, LossConfig, Objective, Sampling, Target, generate
 from deepspec.checked import ConfigError, InputError
 from deepspec.modeling import two_parts, unrolled
-from deepspec.modeling.eagle3 import Eagle3
+from deepspec.modeling.eagle3 import ROUND, Eagle3
 from deepspec.modeling.unrolled import Unrolled
 from deepspec.sampling import uniforms
 
@@ -314,6 +314,21 @@ def test_memory_kept_for_backward_has_no_term_in_length_squared_times_slots(monk
             monkeypatch.setattr(unrolled, "SCORES_KEPT", room)
             more = kept(130, g) - sizes[130, g]
             assert (0 < more <= budget) if room == budget else more == 0, (g, room, more)
+
+
+def test_columns_without_an_anchor_are_left_out_and_stand_there():
+    """More than a round number of columns, the last of which hold no anchor: what the objective makes of them is what
+    it makes of the others alone, row by row."""
+    d, b = drafter(block_size=2), batch(3, 80)
+    anchors, real = d.anchors(b, torch.arange(3))
+    few = int(real.sum(1).max())
+    more = [nn.functional.pad(x, (0, 140 - x.shape[1])) for x in (anchors, real)]
+    less = [x[:, :few] for x in (anchors, real)]
+    assert ROUND < few < 2 * ROUND < 140
+    states = [d.hidden(b, x[0]) for x in (more, less)]
+    assert states[0].shape[:2] == (3, 140) and not states[0][:, 2 * ROUND :].any()
+    close(states[0][:, :few][less[1]], states[1][less[1]])
+    close(*(Objective(d, LOSS)(b, anchors=tuple(x))[0] for x in (more, less)))
 
 
 # -- what a row sees -------------------------------------------------------------------------------------------------

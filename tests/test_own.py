@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspec import Eagle3Config, Target
-from deepspec.modeling import own
+from deepspec.modeling import own, two_parts
 from deepspec.modeling.drafter import Drafter
+from deepspec.modeling.two_parts import TwoParts
 from deepspec.modeling.unrolled import Unrolled
 
 
@@ -112,3 +113,55 @@ def test_gradients_do_not_depend_on_what_else_is_asked():
             for i, x in zip(wanted, found, strict=True):
                 assert (x is None) == (right[i] is None)
                 assert x is None or torch.allclose(x, right[i], rtol=0, atol=1e-12), (wanted, slots, i)
+
+
+def test_bfloat16_gradients_add_up_in_float32(monkeypatch):
+    """Of values that eight slices look at: within what rounding once, and weights in bfloat16, explain."""
+    monkeypatch.setattr(two_parts, "SLICE", 1)
+    T, A = 64, 512
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, A, 1, 8), torch.randn(1, T, 1, 8), torch.randn(1, T, 1, 8)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        view = Unrolled(torch.full((1, A), T - 1), torch.zeros(1, T, dtype=torch.long), 0.3, (1, 1), 1)
+        assert len(view.parts.slices) == 8
+        values = v.to(dtype).requires_grad_()
+        view.start(k.bfloat16().to(dtype), values)
+        return torch.autograd.grad(view(q.bfloat16().to(dtype)).sum(), values)[0]
+
+    found, right = gradient(torch.bfloat16), gradient(torch.float64)
+    assert ((found - right) / right).abs().max() < 2**-8 + 2**-10
+
+
+def test_without_gradients_scores_of_two_slices_are_there_at_once(monkeypatch):
+    """At most: a slice's are gone once the next one's are made."""
+    monkeypatch.setattr(two_parts, "SLICE", 4)
+    made: list[StorageWeakRef] = []
+    real = two_parts._scores
+
+    def scores(*args) -> Tensor:
+        assert sum(not x.expired() for x in made) <= 1
+        found = real(*args)
+        made.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(two_parts, "_scores", scores)
+    tgt = target("qwen3")
+    with torch.no_grad():
+        for kind in ("dflash", "eagle3"):
+            drafter_of(kind, tgt).hidden(make_batch(tgt), torch.tensor([[1, 4, 6, 7], [2, 3, 5, 8]]))
+    assert len(made) > 12
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_query_that_sees_no_place_is_nan(slices, monkeypatch):
+    """And the one beside it is as it is alone, in one slice with it or not."""
+    monkeypatch.setattr(two_parts, "SLICE", 4 // slices)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 2, 1, 4), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    sees = torch.tensor([[False] * 3, [True, False, True]])[None, :, None]
+    view = TwoParts(lambda cut: sees[:, cut], (1, 2, 2, 3), (1, 1), kept=0)
+    assert len(view.slices) == slices
+    out = view(q, (k, v), own.Own(0), 0.5)[0, :, :, 0]
+    right = (q[0, 1, :, 0] @ k[0, [0, 2]].T * 0.5).softmax(-1) @ v[0, [0, 2]]
+    assert out[0].isnan().all() and torch.allclose(out[1], right, atol=1e-6)

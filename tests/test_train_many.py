@@ -25,21 +25,34 @@ KINDS = {
     "muon": ("train.optimizer=muon",),
     "one row, two processes": ("train.batch_size=1", "train.micro_batch=1"),
     "reduced vocabulary": ("drafter.draft_vocab_size=20",),
+    "eagle3": (),
 }
 UNEVEN = ("train.batch_size=5", "train.micro_batch=1", "train.clip=0.05", "train.max_steps=3")
 """Five rows of different lengths: three passes in one process, two in the other; the gradient is clipped."""
+
+EAGLE3 = """
+from dataclasses import replace
+from pathlib import Path
+import deepspec
+
+run = deepspec.load_config(Path(__file__).parent / "run.py")
+drafter = deepspec.Eagle3Config(block_size=3, target_layer_ids=(0, 2), norm_output=True, qk_norm=True)
+config = replace(run, drafter=drafter, loss=replace(run.loss, kl=1.0, confidence=0.0))
+"""
 
 
 def jobs(folder, name: str) -> list[tuple]:
     runs = [(f"{kind}-{how}", (*UNEVEN, *changes, f"train.sharding={how}")) for kind, changes in KINDS.items()
             for how in (["ddp"] if name == "one" else ["ddp", "fsdp"])]  # fmt: skip
-    return [(folder / "run.py", (f"out={folder / name / run}", *overrides), None) for run, overrides in runs]
+    file = lambda run: folder / ("eagle3.py" if run.startswith("eagle3") else "run.py")  # noqa: E731
+    return [(file(run), (f"out={folder / name / run}", *overrides), None) for run, overrides in runs]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("many")
     write_run(root)
+    (root / "eagle3.py").write_text(EAGLE3)
     return root
 
 

@@ -103,6 +103,7 @@ class Anchored:
 
         return TwoParts(sees, (B, A, self.slots, T), self.heads, kept=_SCORES_KEPT)
 
+    @torch.compiler.disable  # slices are of another size in every batch
     def _plain(self, q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], scale: float) -> Tensor:
         blocks = self.anchors.shape[1], self.slots
         own = Own(self.slots).add(*(x.unflatten(1, blocks) for x in block))

@@ -28,7 +28,6 @@ class Own:
         self.places, self.used, self.links = places, 0, list[Tensor]()
         self.gradients = _Gradients()
 
-    @torch.compiler.disable
     def add(self, k: Tensor, v: Tensor) -> Own:
         """Keys and values of the next places [B, A, w, K, H]."""
         self.links.append(_Add.apply(k, v, self))

@@ -53,7 +53,6 @@ class TwoParts:
             hidden = None if whole == end else ~mask[:, None, :, None, :, whole:end]
             self.slices.append(_Slice(cut.stop - cut.start, slice(first, end), hidden))
 
-    @torch.compiler.disable  # slices are of another size in every batch
     def __call__(self, q: Tensor, context: tuple[Tensor, Tensor], own: Own, scale: float) -> Tensor:
         """q [B, A, G, Q, H]; context keys and values as `turned` gives them; what `own` holds by now
         -> [B, A, G, Q, H]. A query that sees no place is NaN."""
@@ -174,13 +173,12 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, 
 
 
 def _top(scores: Tensor, top: Tensor, *, known: bool) -> None:
-    """The largest of scores [BK, N, S], and of `top` [BK, N, 1] where it is `known` before, into `top`."""
+    """The largest of scores [BK, N, S], and of `top` [BK, N, 1] where it is `known` before, into `top`. It stays what
+    it is where there are no scores."""
     if known and scores.shape[-1]:
         torch.maximum(top, scores.amax(-1, keepdim=True), out=top)
     elif scores.shape[-1]:
         torch.amax(scores, -1, keepdim=True, out=top)
-    elif not known:
-        top.fill_(-torch.inf)
 
 
 def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
