@@ -8,7 +8,7 @@ import torch
 from helpers import chi_square_p
 
 from deepspec import ConfigError, Sampling, sampling
-from deepspec.sampling import ACCEPT, ANCHOR, DRAFT, TARGET, draw, slot_streams, uniforms
+from deepspec.sampling import ACCEPT, ANCHOR, DRAFT, TARGET, draw, fold, slot_streams, uniforms
 
 STREAMS = (DRAFT, ACCEPT, TARGET, ANCHOR, *slot_streams(DRAFT, 2)[1:].tolist(), *slot_streams(ACCEPT, 2)[1:].tolist())
 
@@ -192,9 +192,12 @@ def test_uniforms_depend_on_their_key_only():
 
 
 def test_uniforms_are_pinned():
-    """The numbers themselves, so that a later release decodes and resumes as this one did."""
+    """The numbers themselves, to their last bit, so that a later release decodes, draws anchors and resumes as this one
+    did."""
     found = uniforms(torch.tensor([0, 42, -1]), torch.tensor([0, 9, 1000]), TARGET)
-    assert [round(x, 9) for x in found.tolist()] == [0.136281758, 0.012448636, 0.987454012]
+    assert (found * 2**48).long().tolist() == [38359904523044, 3503979470328, 277943594910843]
+    found = fold(3, torch.tensor([0, 2**40]), torch.tensor([7, -1]))
+    assert found.tolist() == [2344910297472578039, 2159195726292261618]
 
 
 def test_uniforms_lie_strictly_inside_the_unit_interval():
