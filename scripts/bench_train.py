@@ -6,8 +6,9 @@ The floor is every product of the target's forward pass, of the drafter's forwar
 objective (the teacher's logits, the slots' logits, their gradients), timed alone in this run, right after the step it
 belongs to, with that step's shapes, strides and dtypes, each on matrices of its own (in a step no product finds them in
 a cache, where one repeated on the same has them: that takes half of the time); the objective's as whole products, not
-in chunks, and every product into memory that is there already. Attention counts as its two plain products, forward and backward. Everything
-else of a step is overhead. Steps are the training loop's own; a whole step, its floor and a step by part take turns.
+in chunks, and every product into memory that is there already. Attention counts as its two plain products, forward and
+backward. Everything else of a step is overhead. Steps are the training loop's own; a whole step, its floor and a step
+by part take turns.
 """
 
 import argparse
