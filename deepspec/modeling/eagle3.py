@@ -144,7 +144,7 @@ class Eagle3(Drafter):
 
         # queries, keys and values are of a token and of a state: a token's part is made once for all slots
         sizes, of_token, of_state = self._halves()
-        token_part = nn.functional.linear(layer.input_layernorm(self._cast(self.vocab.embed(batch.tokens))), of_token)
+        token_part = nn.functional.linear(self._aside(batch.tokens), of_token)
         slot = torch.arange(self.num_slots, device=rows.device)[:, None, None]
         parts = pick(token_part, (anchors + slot).clamp(max=T - 1)).unbind()
 
@@ -189,7 +189,11 @@ class Eagle3(Drafter):
     def _inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States [..., D] and the tokens after them [...] -> what attention reads [..., 2 D], and the residual."""
         normed, residual = self._normed(states)
-        return torch.cat([self._layer.input_layernorm(self._cast(self.vocab.embed(tokens))), normed], -1), residual
+        return torch.cat([self._aside(tokens), normed], -1), residual
+
+    def _aside(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] -> what attention reads of them [..., D]."""
+        return self._layer.input_layernorm(self._cast(self.vocab.embed(tokens)))  # type: ignore[no-any-return]
 
     def _normed(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """States [..., D] -> what attention reads of them, and the residual."""

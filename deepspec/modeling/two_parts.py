@@ -106,7 +106,8 @@ class _Attention(torch.autograd.Function):
         sizes = [piece.groups * M for piece in view.slices]
         with torch.autocast(q.device.type, enabled=False):
             queries = _front(q, K, scale)
-            top, total = (queries.new_empty(B * K, A * M, 1, dtype=exact) for _ in range(2))
+            top = queries.new_full((B * K, A * M, 1), -torch.inf, dtype=exact)
+            total = torch.empty_like(top)
             out, near = torch.empty_like(queries, dtype=v.dtype), None
             if own.used:
                 near = (_groups(queries, A) @ own.keys.mT).to(exact).view(B * K, A * M, -1)
@@ -115,7 +116,8 @@ class _Attention(torch.autograd.Function):
             parts = (x.split(sizes, 1) for x in (queries, top, total, out))
             for piece, part, best, z, seen in zip(view.slices, *parts, strict=True):
                 p = _scores(part, k[:, piece.places], piece.hidden, (B, K, G), exact)
-                _top(p, best, known=near is not None)
+                if p.shape[-1]:
+                    torch.maximum(best, p.amax(-1, keepdim=True), out=best)
                 torch.sum(p.sub_(best).exp_(), -1, keepdim=True, out=z)
                 torch.bmm(p.to(v.dtype), v[:, piece.places], out=seen)
                 kept.append(p if keep else None)
@@ -170,15 +172,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, 
         partly = scores.view(B, K, hidden.shape[2], -1, G, scores.shape[-1])[..., -hidden.shape[-1] :]
         partly.masked_fill_(hidden, -torch.inf)
     return scores
-
-
-def _top(scores: Tensor, top: Tensor, *, known: bool) -> None:
-    """The largest of scores [BK, N, S], and of `top` [BK, N, 1] where it is `known` before, into `top`. It stays what
-    it is where there are no scores."""
-    if known and scores.shape[-1]:
-        torch.maximum(top, scores.amax(-1, keepdim=True), out=top)
-    elif scores.shape[-1]:
-        torch.amax(scores, -1, keepdim=True, out=top)
 
 
 def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:

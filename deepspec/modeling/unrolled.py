@@ -26,7 +26,7 @@ class Unrolled:
     never with A * T beyond SCORES_KEPT."""
 
     def __init__(self, rows: Tensor, document: Tensor, scale: float, heads: tuple[int, int], slots: int) -> None:
-        """rows [B, A] long, document [B, T], heads Q and K."""
+        """rows [B, A] long, document [B, T], heads Q and K, slots G."""
         own, place = document.gather(1, rows), torch.arange(document.shape[1], device=rows.device)
 
         def seen(cut: slice) -> Tensor:

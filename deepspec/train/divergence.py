@@ -52,7 +52,7 @@ class Divergence(torch.autograd.Function):
             label, known = vocab.to_draft(label)
             work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
             limits = zip(_BLOCK_BYTES.get(device, _MOST_BYTES), (vocab.draft_size, vocab.size), strict=True)
-            rows = max(1, min(most // (4 * size) for most, size in limits))
+            rows = max(1, min(limit // (4 * size) for limit, size in limits))
             most = config.slots(vocab.draft_size * fast.itemsize)
             for blocks in _chunks(_blocks(sizes.tolist(), min(rows, most)), most):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
