@@ -22,8 +22,10 @@ stage "answers of the target, greedy" answers answers_greedy.jsonl --temperature
 # Both drafters read the same layers on the same rows, several times: the target computes them once.
 features=data.features=$tiny/features
 stage "features" $python -m deepspec.data features --config config/dspark/tiny.py --set "$features"
-stage "train DFlash" $python -m deepspec.train --config config/dflash/tiny.py --set "$features"
-stage "train DSpark" $python -m deepspec.train --config config/dspark/tiny.py --set "$features"
+train() { # train KIND
+    $python -m deepspec.train --config "config/$1/tiny.py" --set "$features"
+}
+stage "train DFlash and DSpark" at_once runs/tiny DFlash train dflash ++ DSpark train dspark
 # One thread: at batch 1 a model this small loses more to waking a second one than it gains.
 stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
     --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \

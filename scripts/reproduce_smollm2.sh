@@ -83,16 +83,16 @@ common=("data.path=('$sampled','$data/greedy.jsonl')" "data.features=$data/featu
 stage "features" $python -m deepspec.data features --config config/dspark/smollm2_135m.py --set "${common[@]}" --dtype int8
 
 fit() { # fit NAME CONFIG OVERRIDES...
-    stage "train $1" $python -m deepspec.train --config "config/$2/smollm2_135m.py" \
-        --set "${common[@]}" "out=$out/$1" "${@:3}"
+    $python -m deepspec.train --config "config/$2/smollm2_135m.py" --set "${common[@]}" "out=$out/$1" "${@:3}"
 }
-fit dspark dspark "train.max_steps=$steps"
-fit dflash dflash "train.max_steps=$steps"
-compared=()
+stage "train DSpark and DFlash" at_once "$out" dspark fit dspark dspark "train.max_steps=$steps" \
+    ++ dflash fit dflash dflash "train.max_steps=$steps"
+compared=() commands=()
 for head in "${heads[@]}"; do
-    fit "head-$head" dspark "drafter.markov_head_type=$head" "train.max_steps=$head_steps"
+    commands+=(++ "$head" fit "head-$head" dspark "drafter.markov_head_type=$head" "train.max_steps=$head_steps")
     compared+=("$head=$out/head-$head")
 done
+stage "train DSpark's heads" at_once "$out" "${commands[@]:1}"
 
 drafters=("dspark=$out/dspark" "dflash=$out/dflash")
 measure() { # measure NAME OPTIONS...

@@ -1,4 +1,5 @@
-# Sourced by the other scripts: the stages of a long one, and ensure_venv DIR EXTRAS, which makes a virtual environment with this checkout installed in it.
+# Sourced by the other scripts: the stages of a long one (Ctrl-C ends the script, not its present stage alone), and
+# ensure_venv DIR EXTRAS, which makes a virtual environment with this checkout installed in it.
 # PYTHON names the interpreter it is made from (default python3).
 
 ensure_venv() {
@@ -43,6 +44,8 @@ run_in_env() { # run_in_env SCRIPT ARGS...: one of these scripts in that environ
 }
 
 stages=()
+# A training that is interrupted saves and ends well; its script must not go on to the next stage as if it were done.
+trap 'wait; exit 130' INT
 stage() { # stage NAME COMMAND...: run it under a heading, say how long it took, and note that in $stages
     local name=$1 start=$SECONDS
     shift
@@ -50,6 +53,35 @@ stage() { # stage NAME COMMAND...: run it under a heading, say how long it took,
     "$@"
     printf -- '-- %s: %d s\n' "$name" $((SECONDS - start))
     stages+=("$(printf '%5d s  %s' $((SECONDS - start)) "$name")")
+}
+
+at_once() { # at_once DIR NAME COMMAND... [++ NAME COMMAND...]...: all at the same time, each with its part of the cores.
+    # A small drafter's step gains little from a second thread, so this takes half of the time of one after another. The
+    # last one is seen; what the others write goes to DIR/NAME.log, and is shown where one fails. Fails if any fails.
+    local dir=$1 number=1 word failed=0 names=() pids=() command=()
+    shift
+    for word in "$@"; do [ "$word" != ++ ] || number=$((number + 1)); done
+    local threads=$(($(getconf _NPROCESSORS_ONLN) / number))
+    [ "$threads" -ge 1 ] || threads=1
+    mkdir -p "$dir"
+    for word in "$@"; do
+        if [ "$word" != ++ ]; then
+            command+=("$word")
+            continue
+        fi
+        echo "${command[0]}: beside the others, see $dir/${command[0]}.log"
+        OMP_NUM_THREADS=$threads "${command[@]:1}" >"$dir/${command[0]}.log" 2>&1 &
+        names+=("${command[0]}") pids+=($!) command=()
+    done
+    OMP_NUM_THREADS=$threads "${command[@]:1}" || failed=$?
+    for number in "${!pids[@]}"; do
+        wait "${pids[number]}" || {
+            failed=$?
+            echo "error: ${names[number]} failed:" >&2
+            tail -n 20 "$dir/${names[number]}.log" >&2
+        }
+    done
+    return "$failed"
 }
 
 time_spent() {
