@@ -4,6 +4,8 @@ Letters: I inputs, O outputs.
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -76,3 +78,23 @@ def test_gradients_flow_where_they_are_wanted():
         assert x.grad is not None and module[0].weight.grad is not None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), F.linear(x, module[0].weight)) and module(x).dtype == torch.bfloat16
+
+
+@needs
+def test_threads_that_meet_at_a_new_weight_agree():
+    """Whoever comes second must not see a layout that is not there yet."""
+    torch.manual_seed(2)
+    x, n = torch.randn(8, 512).bfloat16(), 4
+    with ThreadPoolExecutor(n) as pool:
+        for _ in range(8):
+            module = nn.Sequential(nn.Linear(512, 4096, bias=False)).bfloat16()
+            pack(module)
+            together = Barrier(n)
+
+            def ask(number: int, module: nn.Module = module, together: Barrier = together) -> torch.Tensor:
+                together.wait()
+                with torch.no_grad():
+                    return module(x)
+
+            first, *others = pool.map(ask, range(n))
+            assert first.shape == (8, 4096) and all(torch.equal(first, y) for y in others)

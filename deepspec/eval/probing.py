@@ -124,7 +124,7 @@ def found(
 
 def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
     """How often `measure` ticks."""
-    return WARMUP + repeats * (OFTEN + min(sizes, requests * slots + 1))
+    return len(planned(slots, requests, repeats, sizes))
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:

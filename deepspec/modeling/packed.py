@@ -21,9 +21,9 @@ class Packed:
     takes the weight's memory a second time."""
 
     def __init__(self) -> None:
-        self._source: tuple[Tensor, int] | None = None
-        """The weight it was made of, kept so that no other takes its address, and that weight's version."""
-        self._weight: Tensor | None = None
+        self._made: tuple[Tensor, int, Tensor] | None = None
+        """The weight it was made of, kept so that no other takes its address; that weight's version; the layout. One
+        value, so that threads that meet here see all of it or nothing."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear: x [..., I], weight [O, I], bias [O] -> [..., O]. Plain where gradients are on or a compiler
@@ -36,17 +36,18 @@ class Packed:
             and supported()
         ):
             return F.linear(x, weight, bias)
-        source, version = self._source or (None, -1)
-        if source is None or source.data_ptr() != weight.data_ptr() or version != weight._version:
+        made = self._made
+        if made is None or made[0].data_ptr() != weight.data_ptr() or made[1] != weight._version:
             with torch.inference_mode(False):
-                self._source = weight.detach(), weight._version
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._source[0], ROWS)
+                source = weight.detach()
+                made = source, weight._version, torch.ops.mkldnn._reorder_linear_weight(source, ROWS)
+            self._made = made
         rows = x.numel() // x.shape[-1]
         more = few(rows) - rows  # few numbers of rows, for each of which oneDNN makes a kernel
         if not more:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, made[2], bias, "none", [], "")
         padded = F.pad(x.reshape(rows, -1), (0, 0, 0, more))
-        y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(padded, made[2], bias, "none", [], "")
         return y[:rows].view(*x.shape[:-1], -1)
 
     def __deepcopy__(self, memo: object) -> "Packed":
