@@ -58,7 +58,7 @@ stage() { # stage NAME COMMAND...: run it under a heading, say how long it took,
 at_once() { # at_once DIR NAME COMMAND... [++ NAME COMMAND...]...: all at the same time, each with its part of the cores.
     # A small drafter's step gains little from a second thread, so this takes half of the time of one after another. The
     # last one is seen; what the others write goes to DIR/NAME.log, and is shown where one fails. Fails if any fails.
-    local dir=$1 number=1 word failed=0 names=() pids=() command=()
+    local dir=$1 number=1 word i failed=0 names=() pids=() command=()
     shift
     for word in "$@"; do [ "$word" != ++ ] || number=$((number + 1)); done
     local threads=$(($(getconf _NPROCESSORS_ONLN) / number))
@@ -74,11 +74,11 @@ at_once() { # at_once DIR NAME COMMAND... [++ NAME COMMAND...]...: all at the sa
         names+=("${command[0]}") pids+=($!) command=()
     done
     OMP_NUM_THREADS=$threads "${command[@]:1}" || failed=$?
-    for number in "${!pids[@]}"; do
-        wait "${pids[number]}" || {
+    for i in "${!pids[@]}"; do
+        wait "${pids[i]}" || {
             failed=$?
-            echo "error: ${names[number]} failed:" >&2
-            tail -n 20 "$dir/${names[number]}.log" >&2
+            echo "error: ${names[i]} failed:" >&2
+            tail -n 20 "$dir/${names[i]}.log" >&2
         }
     done
     return "$failed"

@@ -29,7 +29,6 @@ from deepspec.eval.probing import (
     found,
     measure,
     nonnegative,
-    number_of_rounds,
     planned,
     table,
 )
@@ -161,7 +160,7 @@ def test_measuring_counts_every_size_and_only_full_rounds(monkeypatch):
         tgt, make_drafter("vanilla", tgt), [[3, 1, 4], [1, 5]], 3, repeats=2, sizes=4, tick=lambda: ticks.append(1)
     )
     assert list(found.step) == [3, 7, 11, 3 + 3 * G]
-    assert len(ticks) == number_of_rounds(G, 3, 2, 4)
+    assert len(ticks) == len(planned(G, 3, 2, 4))
     assert {found.plain, found.off, *found.step.values()} <= {1.0, 2.0}
 
 

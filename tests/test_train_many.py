@@ -42,10 +42,10 @@ config = replace(run, drafter=drafter, loss=replace(run.loss, kl=1.0, confidence
 
 
 def jobs(folder, name: str) -> list[tuple]:
-    runs = [(f"{kind}-{how}", (*UNEVEN, *changes, f"train.sharding={how}")) for kind, changes in KINDS.items()
-            for how in (["ddp"] if name == "one" else ["ddp", "fsdp"])]  # fmt: skip
-    file = lambda run: folder / ("eagle3.py" if run.startswith("eagle3") else "run.py")  # noqa: E731
-    return [(file(run), (f"out={folder / name / run}", *overrides), None) for run, overrides in runs]
+    file = {"eagle3": "eagle3.py"}
+    runs = [(file.get(kind, "run.py"), f"{kind}-{how}", (*UNEVEN, *changes, f"train.sharding={how}"))
+            for kind, changes in KINDS.items() for how in (["ddp"] if name == "one" else ["ddp", "fsdp"])]  # fmt: skip
+    return [(folder / path, (f"out={folder / name / run}", *overrides), None) for path, run, overrides in runs]
 
 
 @pytest.fixture(scope="module")

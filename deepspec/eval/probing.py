@@ -100,7 +100,7 @@ def measure(
 
 def planned(slots: int, requests: int, repeats: int, sizes: int = 8, seed: int = 0, warmup: int = WARMUP) -> list[int]:
     """What a probe of `requests` rows does in turn: after the warm-up each of about `sizes` numbers of drafts `repeats`
-    times, and no drafting OFTEN times that, in a random order."""
+    times, and no drafting OFTEN times that, in a random order. `measure` ticks once for each."""
     kinds = [*[OFF] * OFTEN, *np.unique(np.linspace(0, requests * slots, sizes).round().astype(int)).tolist()]
     order: list[int] = np.random.default_rng(seed).permutation(kinds * repeats).tolist()
     return [*[kinds[-1]] * warmup, *order]
@@ -120,11 +120,6 @@ def found(
     averages = {kind: float(average(spent)) for kind, spent in seconds.items()}
     off = averages.pop(OFF)
     return Measured(requests, float(average(plain)), off, {requests + k: s for k, s in sorted(averages.items())})
-
-
-def number_of_rounds(slots: int, requests: int, repeats: int, sizes: int = 8) -> int:
-    """How often `measure` ticks."""
-    return len(planned(slots, requests, repeats, sizes))
 
 
 def additive(measured: Sequence[Measured]) -> tuple[Additive, float]:

@@ -72,9 +72,9 @@ def make(
     """Measure at each concurrency and fit the additive cost."""
     from tqdm import tqdm
 
-    from .probing import measure, number_of_rounds
+    from .probing import measure, planned
 
-    total = sum(number_of_rounds(drafter.num_slots, r, repeats) for r in concurrency)
+    total = sum(len(planned(drafter.num_slots, r, repeats)) for r in concurrency)
     with tqdm(total=total, unit="round", desc="profile", disable=None) as bar:
         how: dict[str, Any] = dict(repeats=repeats, sampling=sampling, seed=seed, clock=clock, tick=bar.update)
         measured = [measure(target, drafter, prompts, r, **how) for r in concurrency]

@@ -36,18 +36,18 @@ class Packed:
             and supported()
         ):
             return F.linear(x, weight, bias)
-        made = self._made
-        if made is None or made[0].data_ptr() != weight.data_ptr() or made[1] != weight._version:
+        source, version, layout = self._made or (None, -1, None)
+        if source is None or source.data_ptr() != weight.data_ptr() or version != weight._version:
             with torch.inference_mode(False):
-                source = weight.detach()
-                made = source, weight._version, torch.ops.mkldnn._reorder_linear_weight(source, ROWS)
-            self._made = made
+                source, version = weight.detach(), weight._version
+                layout = torch.ops.mkldnn._reorder_linear_weight(source, ROWS)
+            self._made = source, version, cast(Tensor, layout)
         rows = x.numel() // x.shape[-1]
         more = few(rows) - rows  # few numbers of rows, for each of which oneDNN makes a kernel
         if not more:
-            return torch.ops.mkldnn._linear_pointwise(x, made[2], bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, layout, bias, "none", [], "")
         padded = F.pad(x.reshape(rows, -1), (0, 0, 0, more))
-        y = torch.ops.mkldnn._linear_pointwise(padded, made[2], bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(padded, layout, bias, "none", [], "")
         return y[:rows].view(*x.shape[:-1], -1)
 
     def __deepcopy__(self, memo: object) -> "Packed":
