@@ -103,6 +103,18 @@ def test_log_z_is_that_of_the_hidden_states_that_are_stored(tmp_path, stored, dt
     assert made.manifest.log_z == dtype
 
 
+@pytest.mark.parametrize("picked", [[(0, (3,)), (1, (7,))], [(0, (3, 1, 8)), (1, (2,))]], ids=["alone", "packed"])
+def test_a_batch_knows_log_z_of_its_hidden_states(tmp_path, picked):
+    """Position by position, rows alone or packed; of live features it is not known."""
+    rows, tgt = make_rows(), target()
+    make(tmp_path / "c", rows)
+    batch = Batches(rows, Cached(tmp_path / "c", SETTINGS, rows), tgt.device).batch(picked)
+    where = batch.hidden.any(-1)
+    assert where.sum() == sum(rows.supervising(i).sum() for _, members in picked for i in members)
+    torch.testing.assert_close(batch.log_z[where], tgt.vocab.log_z(batch.hidden[where]))
+    assert Batches(rows, Live(tgt, LAYERS, rows), tgt.device).batch(picked).log_z is None
+
+
 @pytest.mark.parametrize("dim", [64, 640, 100])
 def test_int8_is_within_half_a_level_of_its_group(dim):
     """Each value within half of 1/127 of the largest in its group of 64 channels, plus what the bfloat16 scale and
@@ -219,7 +231,7 @@ def test_a_cache_begun_without_log_z_is_finished_without(tmp_path):
     for part in ("manifest.json", shard_name(0)):  # of one cache in the other
         shutil.copytree(tmp_path / "d", tmp_path / part)
         shutil.copy(tmp_path / "c" / part, tmp_path / part / part)
-        with pytest.raises(InputError, match="belongs to another cache|does not contain tensor log_z"):
+        with pytest.raises(InputError, match=r"belongs to another cache|does not contain tensor log_z"):
             Cached(tmp_path / part, SETTINGS, rows)
 
 
