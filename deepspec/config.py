@@ -124,10 +124,11 @@ class TrainConfig(Checked):
     betas: tuple[float, ...] = (0.9, 0.95)
     clip: float = 1.0
     """Largest global gradient norm."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Autocast dtype of the drafter. Its trainable weights are float32 either way."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the drafter's products; its trainable weights are float32 either way. auto: bf16, but fp32 on a CPU without
+    instructions for bfloat16 products."""
     target_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """dtype of the target's weights; auto is what its config says."""
+    """dtype of the target's weights; auto is the checkpoint's, but float32 on a CPU that is slow in it."""
     target_devices: Literal["one", "all"] = "one"
     """all: the target's layers are spread over all GPUs of the machine (and main memory), for one training process."""
     target_bits: int | None = None

@@ -79,9 +79,9 @@ def load_reference(args: argparse.Namespace, target: deepspec.Target) -> Any:
     """The target as transformers has it."""
     from transformers import AutoModelForCausalLM
 
-    from deepspec.modeling.loading import dtype_of, resolve
+    from deepspec.modeling.loading import resolve
 
-    loaded = AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=dtype_of(args.dtype))
+    loaded = AutoModelForCausalLM.from_pretrained(resolve(args.target)[0], dtype=target.dtype)
     loaded.generation_config.eos_token_id = None
     return loaded.to(target.device).eval()
 
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="rounds in fixed shapes through torch.compile")
     parser.add_argument("--verify", default="token", choices=["token", "block"])
     parser.add_argument("--draft", default="sample", choices=["sample", "greedy"])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
                         help="cpu: own CPU seconds, for ratios where others share the machine")  # fmt: skip
     parser.add_argument("--refill", type=int, help="measure refill with this many requests")
@@ -191,7 +191,7 @@ def main() -> None:
     drafters = {Path(d).parent.name or d: deepspec.load_drafter(d, target) for d in args.drafter}
     for drafter in drafters.values() if args.compile else ():
         drafter.compile()
-    print(f"{args.target}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+    print(f"{args.target}, {target.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"{len(every)} prompts of {width} tokens, {args.new} new, temperature {args.temperature:g}, "
           f"{args.schedule}, {args.verify}, {args.draft}")  # fmt: skip
     figures = (refill if args.refill else compare)(args, target, drafters, every)

@@ -125,7 +125,7 @@ class Bench:
         self.parts = prepare(config, world.device)
         self.loader, self.batches = self.parts.data.loader(), self.parts.data.batches(self.parts.target)
         self.stepper = Stepper(config, world, self.parts.drafter, self.loader, self.batches, 1 << 30, lambda: False)
-        self.dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+        self.dtype = self.stepper.dtype
         # what is compiled hides its products
         self.eager = build_drafter(config, self.parts.target, self.parts.drafter.vocab)
 
@@ -244,7 +244,7 @@ def main() -> None:
         "config": args.config,
         "set": args.set,
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
-        "precision": bench.config.train.precision,
+        "precision": str(bench.dtype).removeprefix("torch."),
         "versions": provenance(),
         "seconds_a_step": middle(lambda r: r["seconds"]),
         "floor_seconds": middle(lambda r: r["floor"]),

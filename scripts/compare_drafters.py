@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--temperature", nargs="+", type=number(0), default=[0.0])
     parser.add_argument(
         "--dtype",
-        default="bfloat16",
+        default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of the target and the drafters when they are evaluated",
     )

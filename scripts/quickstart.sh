@@ -14,7 +14,7 @@ stage "the embedded target" $python -m deepspec.tiny
 tiny=$($python -c 'from deepspec.tiny import target_dir; print(target_dir())')
 
 answers() { # answers FILE OPTIONS...
-    $python -m deepspec.data answers --target deepspec/tiny --dtype bfloat16 --prompts "$tiny/prompts_train.jsonl" \
+    $python -m deepspec.data answers --target deepspec/tiny --prompts "$tiny/prompts_train.jsonl" \
         --out "$tiny/$1" --max-new-tokens 96 --concurrency 64 "${@:2}"
 }
 stage "answers of the target, temperature 1" answers answers.jsonl --temperature 1
@@ -27,7 +27,7 @@ train() { # train KIND
 }
 stage "train DFlash and DSpark" at_once runs/tiny DFlash train dflash ++ DSpark train dspark
 # One thread: at batch 1 a model this small loses more to waking a second one than it gains.
-stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspec/tiny --dtype bfloat16 \
+stage "evaluate" env OMP_NUM_THREADS=1 $python -m deepspec.eval --target deepspec/tiny \
     --drafter runs/tiny/dflash --drafter runs/tiny/dspark --tasks "$tiny/prompts_held_out.jsonl" \
     --limit 64 --max-new-tokens 64 --temperature 0 1 --out runs/tiny/eval --resume
 

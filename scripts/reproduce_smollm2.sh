@@ -57,7 +57,7 @@ for i in 0 1 2; do
         if [ "${sources[$i]}" = magpie ]; then
             sources[i]=$data/magpie.jsonl
             stage "the target's own prompts: ${kinds[$i]}" $python -m deepspec.data magpie --target "$target" \
-                --number $((per_kind + 2 * test)) --out "${sources[$i]}" --dtype bfloat16 --concurrency 64 --max-new-tokens 80
+                --number $((per_kind + 2 * test)) --out "${sources[$i]}" --concurrency 64 --max-new-tokens 80
         fi
         # a prompt is held out by its hash, so their number is not exact: a third more than are needed
         stage "prompts: ${kinds[$i]}" $python -m deepspec.data prompts "${sources[$i]}" --out "$file" --exclude none \
@@ -69,7 +69,7 @@ done
 
 answers() { # answers NAME OPTIONS...
     $python -m deepspec.data answers --target "$target" --prompts "${train[@]}" --out "$data/$1.jsonl" \
-        --dtype bfloat16 --max-new-tokens "$new_tokens" --concurrency 128 "${@:2}"
+        --max-new-tokens "$new_tokens" --concurrency 128 "${@:2}"
 }
 # As chats are sampled, and as greedy decoding writes: a drafter meets both.
 sampled=$answers_at_hand
@@ -98,14 +98,14 @@ drafters=("dspark=$out/dspark" "dflash=$out/dflash")
 measure() { # measure NAME OPTIONS...
     stage "measure: $1" $python -m deepspec.eval --target "$target" --tasks "${held_out[@]}" --resume --out "$out/$1" "${@:2}"
 }
-measure tau --drafter "${drafters[@]}" --dtype bfloat16 --limit "$test" --max-new-tokens 128 --temperature 0 1 \
+measure tau --drafter "${drafters[@]}" --limit "$test" --max-new-tokens 128 --temperature 0 1 \
     --concurrency 32 --equality 0
 # Alone, at batch 1: plain and speculative decoding in turns on the same prompts.
-measure speed --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 14) / 15)) --max-new-tokens 128 \
+measure speed --drafter "${drafters[@]}" --limit $(((test + 14) / 15)) --max-new-tokens 128 \
     --temperature 0 1 --repeats 2 --equality 0
-measure eight --drafter "${drafters[@]}" --dtype bfloat16 --limit $(((test + 7) / 8)) --max-new-tokens 128 \
+measure eight --drafter "${drafters[@]}" --limit $(((test + 7) / 8)) --max-new-tokens 128 \
     --temperature 0 --concurrency 8 --schedule throughput --equality 0
 measure equality --drafter "${drafters[@]}" --dtype float32 --limit 34 --max-new-tokens 200 --concurrency 32
-measure heads --drafter "${compared[@]}" --dtype bfloat16 --limit $(((test + 2) / 3)) --max-new-tokens 64 \
+measure heads --drafter "${compared[@]}" --limit $(((test + 2) / 3)) --max-new-tokens 64 \
     --concurrency 32 --equality 0
 time_spent

@@ -67,7 +67,7 @@ def test_loads_as_any_local_model(built: Path) -> None:
     assert (model.config.model_type, model.config.num_hidden_layers, model.config.vocab_size) == ("qwen3", 2, 384)
     assert model.generation_config.eos_token_id == [tiny.END_ID, tiny.ENDOFTEXT_ID]
     assert model.generation_config.pad_token_id == tiny.PAD_ID
-    assert load_file(built / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    assert load_file(built / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     before = (built / "tiny.json").stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEPSPEC_CACHE", str(built.parent.parent))

@@ -23,6 +23,6 @@ config = deepspec.Config(
     ),
     loss=deepspec.LossConfig(ce=0.1, tv=0.9, confidence=1.0, slot_decay=exp(-1 / 4), chunk=1024),
     data=deepspec.DataConfig(path=("data/qwen3_4b.jsonl",), max_length=4096, thinking="off"),
-    train=deepspec.TrainConfig(lr=6e-4, epochs=10, batch_size=512, micro_batch=1, warmup=0.04),
+    train=deepspec.TrainConfig(lr=6e-4, epochs=10, batch_size=512, micro_batch=1, warmup=0.04, precision="bf16"),
     out=Path("runs/qwen3_4b/dspark"),
 )

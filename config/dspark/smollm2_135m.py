@@ -26,8 +26,6 @@ config = deepspec.Config(
     loss=deepspec.LossConfig(ce=0.1, tv=0.9, confidence=1.0, slot_decay=exp(-1 / 4), chunk=512),
     data=deepspec.DataConfig(path=(str(cache_dir("smollm2-135m-answers.jsonl")),), max_length=512),
     # Few sequences are all that two cores can afford, and small steps make the most of them (CHANGELOG.md).
-    train=deepspec.TrainConfig(
-        lr=1.5e-3, epochs=4, batch_size=2, micro_batch=2, init="target", target_dtype="bfloat16", save_every=200
-    ),
+    train=deepspec.TrainConfig(lr=1.5e-3, epochs=4, batch_size=2, micro_batch=2, init="target", save_every=200),
     out=Path("runs/smollm2_135m/dspark"),
 )

@@ -25,8 +25,6 @@ config = deepspec.Config(
     data=deepspec.DataConfig(
         path=(str(tiny.target_dir() / "answers.jsonl"), str(tiny.target_dir() / "answers_greedy.jsonl")), max_length=256
     ),
-    train=deepspec.TrainConfig(
-        lr=4e-3, max_steps=560, batch_size=8, micro_batch=8, target_dtype="bfloat16", save_every=140
-    ),
+    train=deepspec.TrainConfig(lr=4e-3, max_steps=560, batch_size=8, micro_batch=8, save_every=140),
     out=Path("runs/tiny/dspark"),
 )

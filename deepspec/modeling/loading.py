@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..checked import InputError
+from .devices import auto_dtype, dtype_of, pick_device
 from .families import Family, read_family
 from .vocab import Vocab
 
@@ -55,7 +56,8 @@ def load_model(
     device_map: str | dict[str, Any] | None = None, bits: int | None = None,
 ) -> Any:  # fmt: skip
     """The target's weights: on one device, or where transformers' `device_map` puts them ('auto': over all devices).
-    bits: 8 or 4, what bitsandbytes makes of the layers' matrices; embedding and head keep `dtype`."""
+    bits: 8 or 4, what bitsandbytes makes of the layers' matrices; embedding and head keep `dtype`. dtype auto: the
+    checkpoint's own, but float32 on a CPU that is slow in it (devices.py)."""
     from transformers import AutoModelForCausalLM
 
     where, extra = resolve(name)
@@ -74,7 +76,11 @@ def load_model(
         model: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **more
         )
-    return model if placed else model.to(device=pick_device(device))
+    if placed:
+        return model
+    home = pick_device(device)
+    wanted = auto_dtype(model.dtype, home) if kind == "auto" else model.dtype
+    return model.to(device=home) if wanted == model.dtype else model.to(device=home, dtype=wanted)
 
 
 def weight_at(module: Any, device: torch.device) -> torch.Tensor:
@@ -136,7 +142,7 @@ def load_vocab(
     name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None
 ) -> tuple[Family, Vocab]:
     """A target's family and vocabulary from two tensors of its safetensors files: enough to train a drafter on features
-    that come from elsewhere. `dtype` auto is the checkpoint's own."""
+    that come from elsewhere. `dtype` as for `load_model`."""
     where, extra = resolve(name)
     if extra:
         raise InputError(
@@ -155,8 +161,10 @@ def load_vocab(
         if not text.tie_word_embeddings:
             raise InputError(f"target {name!r} has no tensor named lm_head.weight and its embeddings are not tied")
         head = embedding
-    kind, where_to = dtype_of(dtype), pick_device(device)
-    embedding_, head_ = (x.to(device=where_to, dtype=None if kind == "auto" else kind) for x in (embedding, head))
+    kind, home = dtype_of(dtype), pick_device(device)
+    embedding_, head_ = (
+        x.to(device=home, dtype=auto_dtype(x.dtype, home) if kind == "auto" else kind) for x in (embedding, head)
+    )
     tied = head is embedding
     return family, Vocab(
         embedding_, embedding_ if tied else head_, softcap=family.softcap, embed_scale=family.embed_scale
@@ -197,28 +205,6 @@ def _read_tensors(where: str, revision: str | None, endings: tuple[str, ...]) ->
             with safe_open(path, "pt") as f:
                 result[ending] = f.get_tensor(min(keys, key=len))
     return result
-
-
-def pick_device(device: str) -> torch.device:
-    """'auto' is CUDA where there is one. InputError for a device this machine lacks."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-        return torch.device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
-
-
-def dtype_of(dtype: str | torch.dtype) -> Any:
-    """'auto', a dtype, or its name or usual short name -> 'auto' or the dtype."""
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
-        return dtype
-    found = getattr(torch, short.get(dtype, dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InputError(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16")
-    return found
 
 
 class _explained:

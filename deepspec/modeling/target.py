@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from ..allocator import keep_freed_memory
 from ..checked import InputError
 from .cache import KVCache, Ragged, as_list, on_device
+from .devices import pick_device
 from .families import Family, read_family
 from .fixed import PLACES, FixedDecoder, capacity
-from .loading import load_model, load_tokenizer, pick_device, stop_ids, weight_at
+from .loading import load_model, load_tokenizer, stop_ids, weight_at
 from .packed import pack
 from .passes import Pass
 from .sizes import rounded
@@ -94,7 +95,8 @@ class Target:
         cls, name: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", revision: str | None = None,
         device_map: str | dict[str, Any] | None = None, bits: int | None = None,
     ) -> Target:  # fmt: skip
-        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one.
+        """Load a local directory, hub id or GGUF file, or 'deepspec/tiny'. `device` auto is CUDA where there is one;
+        `dtype` auto is the checkpoint's, but float32 on a CPU that is slow in it.
 
         device_map, bits: layers over several devices, layers in 8 or 4 bits (see load_model); what drafters share is on
         `device` and in `dtype` all the same."""

@@ -89,6 +89,8 @@ def _build(path: Path, recipe: Recipe, progress: bool) -> None:
     model = training.fresh(recipe)
     part = path.with_name(f".{path.name}.part.safetensors")
     trained = training.train(model, tokens, recipe, part, progress)
+    for p in model.parameters():  # stored in bfloat16, as targets are; what is measured below is what is stored
+        p.data = p.data.bfloat16().float()
 
     begun = time.perf_counter()
     starts = {
@@ -121,7 +123,7 @@ def _build(path: Path, recipe: Recipe, progress: bool) -> None:
         },
     }
     with whole_dir(path) as temporary:
-        model.save_pretrained(temporary)
+        model.bfloat16().save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         for kind, rows in starts.items():
             lines = [

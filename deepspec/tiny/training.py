@@ -12,6 +12,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from ..modeling.devices import quick_dtype
 from .recipe import END_ID, ENDOFTEXT_ID, NAME, PAD_ID, Recipe
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def train(model: "PreTrainedModel", tokens: Tensor, recipe: Recipe, part: Path, 
             # Up in a straight line, then down to zero in another.
             lr = recipe.lr * min((step + 1) / recipe.warmup_steps, 1.0) * (1 - step / recipe.steps)
             batch = _batch(tokens, step, recipe)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=quick_dtype(batch.device) == torch.bfloat16):
                 loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(named.values(), 1.0)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..checked import InputError
-from ..modeling import loading
+from ..modeling.devices import pick_device
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class World:
         """The processes a launcher started, or this one alone. `device` is 'auto', 'cpu', 'cuda' or, alone, one of
         several such as 'cuda:1'."""
         if "LOCAL_RANK" not in os.environ:
-            return World(0, 1, loading.pick_device(device))
+            return World(0, 1, pick_device(device))
         from accelerate import PartialState
 
-        kind = loading.pick_device(device)
+        kind = pick_device(device)
         if kind.index is not None:
             raise InputError(f"train.device {device!r} names one device; under a launcher use {kind.type!r}")
         # gloo beside nccl: small objects of the host travel without the device

@@ -17,6 +17,7 @@ from ..config import Config, as_dict
 from ..hub.native import write_drafter
 from . import checkpoint
 from .distributed import World
+from .precision import settled
 from .report import StepReport
 from .setup import Setup, prepare
 from .step import Stepper
@@ -39,6 +40,7 @@ def fit(config: Config, *, resume: str = "auto", stop: Callable[[], bool] = lamb
         keep_freed_memory()
     if world.size > 1 and config.train.target_devices == "all":
         raise ConfigError("train.target_devices='all' is for one process: others would spread over the same devices")
+    config = settled(config, world.device)
     with tentative(config.out):
         writable_dir(config.out, "output directory")
         saved = checkpoint.choose(config.out, resume, as_dict(config))

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from ..checked import InputError
 from ..config import Config, as_dict
 from ..modeling import loading
+from ..modeling.devices import auto_dtype, dtype_of, pick_device
 from ..modeling.drafter import Batch, Drafter
 from ..modeling.families import Family, read_family
 from ..modeling.vocab import Vocab
 from ..units import byte_size
+from .precision import settled
 
 TOKENS = 1_240_000_000
 """Tokens of the paper's data set: 38 TB of cached features for Qwen3-4B."""
@@ -111,7 +113,9 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
         "pad": [] if text.pad_token_id is None else [text.pad_token_id],
     }
     config.drafter.check_target(num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids=special)
-    dtype = _target_dtype(config, text)
+    device = pick_device(train.device)
+    config = settled(config, device)
+    train, dtype = config.train, _target_dtype(config, text, device)
     T, D, V = config.data.max_length, family.block.dim, text.vocab_size
     Vd = config.drafter.draft_vocab_size or V
     run = _dry_run(config, family, V, T)
@@ -259,11 +263,11 @@ def _layer_parameters(text: Any) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) not in out)
 
 
-def _target_dtype(config: Config, text: Any) -> torch.dtype:
+def _target_dtype(config: Config, text: Any, device: torch.device) -> torch.dtype:
     if config.train.target_dtype != "auto":
-        return loading.dtype_of(config.train.target_dtype)
+        return dtype_of(config.train.target_dtype)
     found = getattr(text, "dtype", None)
-    return torch.bfloat16 if found is None else loading.dtype_of(found)
+    return auto_dtype(torch.bfloat16 if found is None else dtype_of(found), device)
 
 
 def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
@@ -278,7 +282,7 @@ def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
             flat[key] = value
 
     walk(as_dict(config), "")
-    device, train = loading.pick_device(config.train.device), config.train
+    device, train = pick_device(config.train.device), config.train
     flat["train.device"] = str(device)
     flat["train.target_dtype"] = str(dtype).removeprefix("torch.")
     if train.attention == "auto":

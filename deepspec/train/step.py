@@ -27,6 +27,7 @@ from ..modeling.sizes import few
 from . import compiling, optim
 from .distributed import World, Wrapped, local, whole
 from .objective import Metrics
+from .precision import products
 from .report import StepReport, add
 from .share import Served, passes, seeds, served
 
@@ -46,11 +47,13 @@ class Stepper:
         self.config, self.world, self.drafter = config, world, drafter
         self.loader, self.source, self.total, self.stop = loader, source, total, stop
         self.ahead = Ahead(source)
+        self.dtype = products(config.train, world.device)
+        """Of the drafter's products."""
         if world.device.type == "cuda":
             if compiling.wanted(config.train.compile, world.device):
                 most = config.data.pack_tokens or config.data.max_length
                 source.width = functools.partial(compiling.width, most=most)
-        elif config.train.precision == "bf16":
+        elif self.dtype == torch.bfloat16:
             source.width = few
         unused = drafter.has_confidence and not config.loss.confidence
         module = compiling.objective(drafter, config.loss, config.train.compile, world.device)
@@ -135,9 +138,9 @@ class Stepper:
         return {**metrics, "loss": (loss.detach(), weight)}
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.train.precision == "fp32":
+        if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.world.device.type, dtype=self.dtype)
 
     def _agree(self, sums: Metrics, finished: bool) -> tuple[Metrics, bool]:
         """Sums over all processes, and whether all of them finished the step; one all-reduce."""
