@@ -37,11 +37,11 @@ from .feature_cache import (
     read_manifest,
     shard_name,
 )
-from .features import FAULTS, Live
+from .features import FAULTS, Live, groups
 from .rows import Rows
 
 PASS_TOKENS = 8192
-"""Positions of one pass of the target, where it takes many rows in one."""
+"""Positions asked for at once. Groups follow the order of a shard's rows, so a shard is the same whoever makes it."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _write(live: Live, manifest: Manifest, number: int, index: range, folder: Pa
 
     parts: dict[str, list[Tensor]] = {}
     index_rows = []
-    for group in _passes(rows, index):
+    for group in groups(index, rows.lengths[index.start : index.stop].tolist(), PASS_TOKENS):
         found = live(group)
         ends = np.cumsum(rows.lengths[group]).tolist()
         for i, end, faults in zip(group, ends, found.faults.tolist()):
@@ -207,18 +207,6 @@ def _write(live: Live, manifest: Manifest, number: int, index: range, folder: Pa
     with hidden_name.open("rb") as file:
         os.fsync(file.fileno())
     hidden_name.rename(folder / shard_name(number))
-
-
-def _passes(rows: Rows, index: range) -> Iterator[list[int]]:
-    """The rows in groups of at most PASS_TOKENS tokens, or of one row."""
-    group: list[int] = []
-    for i in index:
-        if group and int(rows.lengths[group].sum() + rows.lengths[i]) > PASS_TOKENS:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
 
 
 def _room(folder: Path, manifest: Manifest, share: float) -> None:

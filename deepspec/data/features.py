@@ -7,10 +7,11 @@ their positions one after the other. Letters: M rows asked for, N positions of t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from .rows import Rows
 
 FAULTS = ("non-finite", "all-zero", "constant")
 """What makes a row's features useless. All three have been seen where a capture went wrong without an error."""
+
+CPU_PASS = 1024
+"""Positions of one pass on a CPU: with more its products are no quicker, and less of it stays in the caches."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,12 @@ class FeatureSource(Protocol):
 
 
 class Live:
-    """Computed here and now by the target.
+    """Computed here and now by the target, rows packed in passes without padding: an accelerator takes all that are
+    asked for in one, a CPU up to CPU_PASS positions.
 
-    On a CPU each row is a pass of its own: which kernel a matrix product runs, and so its last bits, depends on how
-    many positions it has, and a row's features should not depend on its batch-mates. An accelerator takes all rows
-    in one pass.
+    How many positions a pass has decides which kernel its products run, and so their last bits: a row's features are
+    those it has alone up to rounding in the target's dtype. The same rows asked for in the same order give the same
+    bits.
     """
 
     def __init__(self, target: Target, layers: Sequence[int], rows: Rows, dtype: torch.dtype | None = None) -> None:
@@ -73,23 +78,27 @@ class Live:
 
     def __call__(self, index: Sequence[int]) -> Features:
         began, device = time.perf_counter(), self.target.device
-        tokens = [torch.from_numpy(self.rows.tokens_of(i).astype("int64")) for i in index]
-        counts = [len(t) for t in tokens]
-        if device.type == "cpu":
-            parts = [self.target.packed_features(t, [len(t)], self.layers) for t in tokens]
-            features, hidden = (torch.cat(x) for x in zip(*parts))
-        else:
-            features, hidden = self.target.packed_features(torch.cat(tokens).to(device), counts, self.layers)
+        counts = self.rows.lengths[list(index)].tolist()
+        most = CPU_PASS if device.type == "cpu" else sum(counts)
+        parts = [self._pass(group) for group in groups(index, counts, most)]
+        features, hidden = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts))
         self.seconds += time.perf_counter() - began
         if self.dtype is not None:
             features, hidden = features.to(self.dtype), hidden.to(self.dtype)
         found = faults(features, hidden, counts, len(self.layers))
-        usable = ~found.any(-1)
-        good = usable.repeat_interleave(torch.tensor(counts, device=device), output_size=len(hidden))[:, None]
         self._seen += len(counts)
-        self._refused += (~usable).sum()
-        # zeros, not merely no loss: 0 * nan is nan in a gradient
-        return Features(features.where(good, 0), hidden.where(good, 0), found)
+        if not clear(found):
+            usable = ~found.any(-1)
+            self._refused += (~usable).sum()
+            good = usable.repeat_interleave(torch.tensor(counts, device=device), output_size=len(hidden))[:, None]
+            # zeros, not merely no loss: 0 * nan is nan in a gradient
+            features, hidden = features.where(good, 0), hidden.where(good, 0)
+        return Features(features, hidden, found)
+
+    def _pass(self, index: Sequence[int]) -> tuple[Tensor, Tensor]:
+        tokens = [self.rows.tokens_of(i) for i in index]
+        packed = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.target.device)
+        return self.target.packed_features(packed, [len(t) for t in tokens], self.layers)
 
     def check(self, limit: float) -> None:
         check_refused(int(self._refused), self._seen, limit)
@@ -105,9 +114,22 @@ def check_refused(refused: int, rows: int, limit: float) -> None:
         )
 
 
+def groups(index: Iterable[int], counts: Iterable[int], most: int) -> Iterator[list[int]]:
+    """Rows in their order, in groups of at most `most` positions together, or of one row. counts: of each row."""
+    group, total = list[int](), 0
+    for i, count in zip(index, counts):
+        if group and total + count > most:
+            yield group
+            group, total = [], 0
+        group.append(i)
+        total += count
+    if group:
+        yield group
+
+
 def faults(features: Tensor, hidden: Tensor, counts: Sequence[int], layers: int) -> Tensor:
     """[M, len(FAULTS)] bool: which faults each of M rows of counts[m] positions has in any of its layers, the last
-    hidden state counting as one. Constant: all positions alike, but not zero. Never waits for the device."""
+    hidden state counting as one. Constant: all positions alike, but not zero. Never waits for an accelerator."""
     size = torch.tensor(counts, device=hidden.device)
     row = torch.arange(len(counts), device=hidden.device).repeat_interleave(size, output_size=len(hidden))
     first = (size.cumsum(0) - size)[row]
@@ -119,7 +141,15 @@ def faults(features: Tensor, hidden: Tensor, counts: Sequence[int], layers: int)
 
     found = torch.zeros(len(counts), len(FAULTS), dtype=torch.bool, device=hidden.device)
     for part in (features.unflatten(-1, (layers, -1)), hidden[:, None]):
-        finite, zero = every(part.isfinite().all(-1)), every((part == 0).all(-1))
-        alike = every((part == part[first]).all(-1)) & (size > 1)[:, None] & ~zero
+        largest = part.abs().amax(-1)  # tells more than one thing in one pass; nan where there is one
+        finite, zero = every(largest.isfinite()), every(largest == 0)
+        alike = every(largest == largest[first]) & (size > 1)[:, None] & ~zero
+        if not clear(alike):  # else seldom: rows whose largest are alike
+            alike &= every((part == part[first]).all(-1))
         found |= torch.stack([(~finite).any(-1), zero.any(-1), alike.any(-1)], -1)
     return found
+
+
+def clear(flags: Tensor) -> bool:
+    """Whether none is set, as far as that is known without waiting for an accelerator."""
+    return flags.device.type == "cpu" and not bool(flags.any())

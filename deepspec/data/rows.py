@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -44,7 +45,7 @@ class Rows(Sequence[Row]):
         i = range(len(self))[index]
         return Row(self.ids[i], self.tokens_of(i).tolist(), self.mask_of(i).tolist())
 
-    @property
+    @functools.cached_property
     def lengths(self) -> np.ndarray:
         """[R] tokens of each row."""
         return np.diff(self.starts)
