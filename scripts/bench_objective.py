@@ -1,9 +1,10 @@
 """Memory and time of the objective against its naive twin, each side in a fresh process.
 
-    python scripts/bench_objective.py [--vocab 151936 --dim 256 --slots 448 --rank 64 --chunk 64]
+    python scripts/bench_objective.py [--vocab 151936 --dim 256 --slots 448 --rank 64 --chunk 64] [--log-z]
 
 Peak memory is VmHWM of the whole process less what it held before the objective ran (interpreter, parameters) and less
 the gradients of parameters; both sides do the same products on the same numbers, and loss and gradients are compared.
+With --log-z ours knows the log Z of the teacher's logits, as from a feature cache.
 """
 
 import argparse
@@ -51,12 +52,11 @@ def side(args: argparse.Namespace) -> None:
     place = torch.randint(0, positions, (N,)).sort().values
     label, weight = torch.randint(0, V, (N,)), torch.rand(N)
     config = LossConfig(ce=0.1, tv=0.9, chunk=args.chunk)
+    how = config, True, block_terms, vocab.log_z(teacher) if args.log_z else None
 
     def run(cut: slice) -> torch.Tensor:
         if args.side == "ours":
-            loss = Divergence.apply(
-                h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], config, True, block_terms
-            )[0]
+            loss = Divergence.apply(h[cut], r[cut], w2, vocab, teacher, place[cut], label[cut], weight[cut], *how)[0]
         else:
             loss = naive_divergence(h[cut], r[cut], w2, vocab, teacher[place[cut]], label[cut], weight[cut], config)[0]
         loss.backward()
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("vocab", 151936), ("dim", 256), ("slots", 448), ("rank", 64), ("chunk", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--log-z", action="store_true", help="ours knows the teacher's log Z")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes a side, interleaved; medians are shown")
     parser.add_argument("--side", choices=("ours", "naive"), help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -96,6 +97,7 @@ def main() -> None:
             for name in runs:
                 path = f"{folder}/{name}.pt"
                 options = [f"--{k}={getattr(args, k)}" for k in ("vocab", "dim", "slots", "rank", "chunk")]
+                options += ["--log-z"] * args.log_z
                 command = [sys.executable, __file__, "--side", name, "--result", path, *options]
                 out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 runs[name].append(json.loads(out.splitlines()[-1]))

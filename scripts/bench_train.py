@@ -3,7 +3,8 @@
     python scripts/bench_train.py --config config/dspark/tiny.py [--set data.path=FILE ...] [--steps 8] [--json FILE]
 
 The floor is every product of the target's forward pass, of the drafter's forward and backward pass and of the
-objective (the teacher's logits, the slots' logits, their gradients), timed alone in this run, right after the step it
+objective (the teacher's logits, of the kept tokens alone where a feature cache knows log Z, the slots' logits, their
+gradients), timed alone in this run, right after the step it
 belongs to, with that step's shapes, strides and dtypes, each on matrices of its own (in a step no product finds them in
 a cache, where one repeated on the same has them: that takes half of the time); the objective's as whole products, not
 in chunks, and every product into memory that is there already. Attention counts as its two plain products, forward and
@@ -176,18 +177,19 @@ class Bench:
                 outputs = [states, drafter.rows(states, slots.prev)]
                 outputs = [x for x in outputs if x.numel() and x.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
-            self._objective(found["objective"], len(slots.index), len(slots.place.unique()))
+            self._objective(found["objective"], len(slots.index), len(slots.place.unique()), batch.log_z is None)
         return {name: mode.found for name, mode in found.items()}
 
-    def _objective(self, found: "Products", n: int, positions: int) -> None:
-        """The products of n slots over so many distinct positions, each as a whole."""
+    def _objective(self, found: "Products", n: int, positions: int, all_tokens: bool) -> None:
+        """The products of n slots over so many distinct positions, each as a whole. all_tokens: whether the teacher's
+        logits are needed over all tokens."""
         vocab, out = self.eager.vocab, self.eager.rows_out
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device="meta")
 
-        head = vocab.head.dtype
-        found.add(empty(positions, vocab.dim, dtype=head), empty(vocab.size, vocab.dim, dtype=head).t())
+        head, seen = vocab.head.dtype, vocab.size if all_tokens else vocab.draft_size
+        found.add(empty(positions, vocab.dim, dtype=head), empty(seen, vocab.dim, dtype=head).t())
         found.add(empty(n, vocab.dim), empty(vocab.draft_size, vocab.dim).t())
         found.add(empty(n, vocab.draft_size), empty(vocab.draft_size, vocab.dim))
         if out is not None:

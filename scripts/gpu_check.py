@@ -186,7 +186,8 @@ class Check:
         return {"ok": all(max(found[n].values()) < limits[n] for n in found), **found}
 
     def precision(self) -> Result:
-        """bfloat16 against float64: the divergence's gradient at acceptance 0.98, and a whole objective."""
+        """bfloat16 against float64: the divergence's gradient at acceptance 0.98, with log Z known too, and a whole
+        objective."""
         torch.manual_seed(0)
         N, D, V = 48, 64, 512
         head = (torch.randn(V, D) * 0.25).to(self.device, torch.bfloat16)
@@ -199,11 +200,15 @@ class Check:
         place, label = torch.arange(N, device=self.device), torch.randint(0, V, (N,), device=self.device)
         weight = torch.rand(N, device=self.device)
         found: Result = {}
-        for name, config in {"kl": LossConfig(kl=1.0), "tv": LossConfig(tv=1.0)}.items():
+        for name, config, log_z in (
+            ("kl", LossConfig(kl=1.0), None),
+            ("tv", LossConfig(tv=1.0), None),
+            ("tv, log Z known", LossConfig(tv=1.0), vocab.log_z(teacher)),
+        ):
             w2.grad = None
             with self.autocast():
                 loss, _, _, l1 = Divergence.apply(
-                    h, rows, w2, vocab, teacher, place, label, weight, config, True, block_terms
+                    h, rows, w2, vocab, teacher, place, label, weight, config, True, block_terms, log_z
                 )
             loss.backward()
             logits = torch.nn.functional.linear(h, head).double().requires_grad_()
@@ -224,7 +229,8 @@ class Check:
                 loss, weight_sum, _ = deepspec.Objective(drafter, config)(batch, anchors=anchors)
             losses.append(float(loss / weight_sum))
         found["objective, bfloat16 against float64"] = abs(losses[1] / losses[0] - 1)
-        return {"ok": found["kl"] < 0.02 and found["tv"] < 0.02 and abs(losses[1] / losses[0] - 1) < 0.01, **found}
+        right = all(found[name] < 0.02 for name in ("kl", "tv", "tv, log Z known"))
+        return {"ok": right and abs(losses[1] / losses[0] - 1) < 0.01, **found}
 
     def compile(self) -> Result:
         """Compiled equals eager, and twenty random lengths compile no more than their buckets."""

@@ -22,7 +22,7 @@ from deepspec.data.batches import Batches
 from deepspec.data.chat import Row
 from deepspec.data.encoding import bytes_per_token, decode, encode_row
 from deepspec.data.feature_build import _claim, build, look
-from deepspec.data.feature_cache import Cached, shard_name
+from deepspec.data.feature_cache import Cached, Manifest, Shard, shard_name
 from deepspec.data.features import FAULTS, Live, faults
 from deepspec.data.rows import Rows
 from deepspec.data.training import read_rows, training_data
@@ -43,6 +43,20 @@ def make(folder, rows=None, stored="float32", tgt=None, tokens_a_shard=30):
     rows, tgt = make_rows() if rows is None else rows, tgt or target()
     size = bytes_per_token(len(LAYERS), tgt.vocab.dim, stored) * tokens_a_shard
     return build(rows, tgt, SETTINGS, folder, stored, int(size))
+
+
+def make_old(folder, *args):
+    """A cache that a version without log Z began: its manifest is there and no shard. Building goes on in that way."""
+    build(*args)
+
+    def older(manifest):
+        manifest["format"] = 1
+        del manifest["log_z"]
+
+    edit_manifest(folder / "manifest.json", older)
+    for path in folder.glob("shard-*"):
+        path.unlink()
+    return build(*args)
 
 
 # -- what comes out is what went in ------------------------------------------------------------------------------------
@@ -97,6 +111,34 @@ def test_a_row_s_features_are_those_it_has_alone(monkeypatch, most, dtype):
         assert (ours - theirs).norm() <= theirs.norm() * (1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+def test_log_z_is_that_of_the_hidden_states_that_are_stored(tmp_path, stored, dtype):
+    """To 1e-5, where a row supervises: of the logits, in the target's dtype and soft-capped, of the hidden state as it
+    is read back, not as the target computed it (which rounding moves by more). Zero elsewhere."""
+    rows, tgt = make_rows(), Target(hf_model("gemma3").to(getattr(torch, dtype)), name="tiny")
+    assert tgt.vocab.softcap is not None
+    made = make(tmp_path / "c", rows, stored, tgt)
+    for i in range(len(rows)):
+        found, where = Cached(tmp_path / "c", SETTINGS, rows)([i]), torch.from_numpy(rows.supervising(i))
+        logits = tgt.vocab.target_logits(found.hidden[where]).float()
+        torch.testing.assert_close(found.log_z[where], logits.exp().sum(-1).log(), atol=1e-5, rtol=1e-6)
+        assert found.log_z.dtype == torch.float32 and not found.log_z[~where].any()
+    assert made.manifest.log_z == dtype
+
+
+@pytest.mark.parametrize("picked", [[(0, (3,)), (1, (7,))], [(0, (3, 1, 8)), (1, (2,))]], ids=["alone", "packed"])
+def test_a_batch_knows_log_z_of_its_hidden_states(tmp_path, picked):
+    """Position by position, rows alone or packed; of live features it is not known."""
+    rows, tgt = make_rows(), target()
+    make(tmp_path / "c", rows)
+    batch = Batches(rows, Cached(tmp_path / "c", SETTINGS, rows), tgt.device).batch(picked)
+    where = batch.hidden.any(-1)
+    assert where.sum() == sum(rows.supervising(i).sum() for _, members in picked for i in members)
+    torch.testing.assert_close(batch.log_z[where], tgt.vocab.log_z(batch.hidden[where]))
+    assert Batches(rows, Live(tgt, LAYERS, rows), tgt.device).batch(picked).log_z is None
+
+
 @pytest.mark.parametrize("dim", [64, 640, 100])
 def test_int8_is_within_half_a_level_of_its_group(dim):
     """Each value within half of 1/127 of the largest in its group of 64 channels, plus what the bfloat16 scale and
@@ -113,7 +155,7 @@ def test_int8_is_within_half_a_level_of_its_group(dim):
         assert ((back - x)[..., cut].abs() <= bound + 1e-12).all()
     assert torch.equal(parts["hidden"], x[:, 0].bfloat16())
     stored = sum(part.nbytes for part in parts.values())
-    assert stored == 7 * (bytes_per_token(2, dim, "int8", 1.0))
+    assert stored + 7 * 4 == 7 * bytes_per_token(2, dim, "int8", 1.0)  # log Z
     assert dim % 64 or stored == 7 * (2 * dim * 66 / 64 + 2 * dim)
 
 
@@ -122,7 +164,7 @@ def test_int8_is_within_half_a_level_of_its_group(dim):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on ten rows, and its caches in every dtype (float32 and int8 of the float32 target)."""
+    """A run on ten rows, and its caches in every dtype (float32 and int8 of the float32 target), also of format 1."""
     folder = tmp_path_factory.mktemp("run")
     file = write_run(folder)
     for stored, override in (("float32", "float32"), ("int8", "float32"), ("bfloat16", "bfloat16")):
@@ -130,6 +172,7 @@ def run(tmp_path_factory):
         rows, _, identity = read_rows(config)
         tgt = Target.load(config.target, device="cpu", dtype=override)
         build(rows, tgt, identity, folder / stored, stored, 3000)
+        make_old(folder / f"{stored}-1", rows, tgt, identity, folder / f"{stored}-1", stored, 3000)
     return file, folder
 
 
@@ -142,16 +185,19 @@ def train(file, out, *overrides):
     return losses, {k: v.detach().clone() for k, v in drafter.state_dict().items()}
 
 
-@pytest.mark.parametrize("extra", [(), ("data.pack_tokens=4096",)], ids=["alone", "packed"])
+@pytest.mark.parametrize("extra", [(), ("data.pack_tokens=4096",), ("drafter.draft_vocab_size=16",)], ids=str)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
 def test_training_from_a_cache_is_training_live(run, tmp_path, monkeypatch, stored, extra):
     """float32: equal losses and weights up to rounding; bfloat16 of a bfloat16 target, and int8: losses within 1 %.
-    Packed or not. And the target's layers are never read."""
+    Losses from a cache of format 1, without log Z, are those from one with it. Packed or not, of all tokens or some.
+    And the target's layers are never read."""
     file, folder = run
     dtype = "train.target_dtype=" + ("bfloat16" if stored == "bfloat16" else "float32")
     live = train(file, tmp_path / "live", dtype, *extra)
     monkeypatch.setattr(Target, "load", None)
+    old = train(file, tmp_path / "old", dtype, f"data.features={folder / stored}-1", *extra)
     cached = train(file, tmp_path / "cached", dtype, f"data.features={folder / stored}", *extra)
+    assert cached[0] == pytest.approx(old[0], rel=1e-5)
     assert cached[0] == pytest.approx(live[0], rel=1e-5 if stored == "float32" else 0.01)
     if stored == "float32":
         for name, weight in live[1].items():
@@ -168,8 +214,8 @@ def test_a_start_from_the_target_reads_its_layers_once(run, tmp_path):
     live = train(file, tmp_path / "live", *change)
     cached = train(file, tmp_path / "cached", *change, f"data.features={folder / 'float32'}")
     assert cached[0] == pytest.approx(live[0], rel=1e-5)
-    told = json.loads((tmp_path / "cached/drafter/config.json").read_text())["deepspec"]
-    assert told["data"]["cache"]["dtype"] == "float32" and "cache" not in str(live[1].keys())
+    told = json.loads((tmp_path / "cached/drafter/config.json").read_text())["deepspec"]["data"]["cache"]
+    assert told["dtype"] == told["log_z"] == "float32" and "cache" not in str(live[1].keys())
 
 
 def test_a_cache_of_more_rows_in_another_order_serves(run, tmp_path):
@@ -179,8 +225,58 @@ def test_a_cache_of_more_rows_in_another_order_serves(run, tmp_path):
     (tmp_path / "some.jsonl").write_text("\n".join([some[7], some[2], some[4], some[0]]) + "\n")
     change = (f"data.path={tmp_path / 'some.jsonl'}", "train.target_dtype=float32")
     live = train(file, tmp_path / "live", *change)
-    cached = train(file, tmp_path / "c", *change, f"data.features={folder / 'float32'}")
-    assert cached[0] == pytest.approx(live[0], rel=1e-5)
+    for name in ("float32", "float32-1"):
+        cached = train(file, tmp_path / name, *change, f"data.features={folder / name}")
+        assert cached[0] == pytest.approx(live[0], rel=1e-5)
+
+
+# -- log Z, and caches without ----------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_format_1_stays_one():
+    """Its shards' seal is what it was before there was log Z, also where this version finishes it; one with log Z has
+    another, so that no shard is taken for one of the other kind."""
+    told = {"target": "t", "target_layer_ids": [0, 2]}, "int8", 32, "abc", (Shard(3, 20, 11),), {"dtype": "float32"}
+    assert Manifest(*told).id == "a516b89c" and Manifest(*told).parts == ["features", "hidden", "features.scales"]
+    assert Manifest(*told, log_z="float32").id not in (Manifest(*told).id, Manifest(*told, log_z="bfloat16").id)
+
+
+def test_a_cache_begun_without_log_z_is_finished_without(tmp_path):
+    """No shard of it has one, --check is content, and what is read says that it is not known."""
+    rows, tgt = make_rows(), target()
+    made = make_old(tmp_path / "c", rows, tgt, SETTINGS, tmp_path / "c", "float32", 4000)
+    assert made.missing == 0 and made.manifest.log_z is None and len(made.manifest.shards) > 2
+    assert not any("log_z" in load_file(p) for p in (tmp_path / "c").glob("shard-*"))
+    assert look(tmp_path / "c", check=True).missing == 0
+    build(rows, tgt, SETTINGS, tmp_path / "d", "float32", 4000)
+    old, new = (Cached(tmp_path / name, SETTINGS, rows)(range(9)) for name in "cd")
+    assert old.log_z is None
+    assert torch.equal(new.features, old.features) and torch.equal(new.hidden, old.hidden) and new.log_z is not None
+    for part in ("manifest.json", shard_name(0)):  # of one cache in the other
+        shutil.copytree(tmp_path / "d", tmp_path / part)
+        shutil.copy(tmp_path / "c" / part, tmp_path / part / part)
+        with pytest.raises(InputError, match=r"belongs to another cache|does not contain tensor log_z"):
+            Cached(tmp_path / part, SETTINGS, rows)
+
+
+def test_log_z_of_another_dtype_is_left_out(run, tmp_path, caplog):
+    """Logits in the dtype at hand would not sum to it: said, and trained on as without it, bit by bit. A cache is not
+    gone on with in another dtype either."""
+    file, folder = run
+    caplog.set_level("INFO")
+    losses = {
+        name: train(file, tmp_path / name, "train.target_dtype=bfloat16", f"data.features={folder / name}")[0]
+        for name in ("float32", "float32-1")
+    }
+    assert losses["float32"] == losses["float32-1"]
+    assert "float32 holds the log Z of logits in float32" in caplog.text and "float32-1 holds no log Z" in caplog.text
+    rows, _, identity = read_rows(load_config(file))
+    tgt = Target.load(str(folder / "target"), device="cpu", dtype="bfloat16")
+    shutil.copytree(folder / "float32", tmp_path / "c")
+    assert build(rows, tgt, identity, tmp_path / "c", "float32", 3000).missing == 0  # nothing is left to do
+    (tmp_path / "c" / shard_name(1)).unlink()
+    with pytest.raises(InputError, match="begun with a target in float32 and this one is in bfloat16; go on with"):
+        build(rows, tgt, identity, tmp_path / "c", "float32", 3000)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -239,12 +335,12 @@ def flip(path, at):
 
 
 def edit_shard(path, **tensors):
-    """Rewrite a shard with some tensors changed, checksums and all else as they were."""
+    """Rewrite a shard with some tensors changed or left out (None), checksums and all else as they were."""
     from safetensors import safe_open
 
     with safe_open(path, "pt") as f:
         metadata = f.metadata()
-    save_file({**load_file(path), **tensors}, path, metadata)
+    save_file({k: v for k, v in {**load_file(path), **tensors}.items() if v is not None}, path, metadata)
 
 
 def edit_manifest(path, change):
@@ -266,6 +362,13 @@ DAMAGE = {
     ),
     "wrong count in a shard": (
         lambda c: edit_shard(c / LAST, hidden=load_file(c / LAST)["hidden"][:-1]), "hidden has .* entries, its index",
+    ),
+    "log Z gone": (lambda c: edit_shard(c / LAST, log_z=None), rf"{LAST} is damaged \(.*log_z"),
+    "log Z cut": (
+        lambda c: edit_shard(c / LAST, log_z=load_file(c / LAST)["log_z"][1:]), "log_z has .* entries, its index",
+    ),
+    "log Z changed": (
+        lambda c: edit_shard(c / LAST, log_z=load_file(c / LAST)["log_z"] + 1), "the checksum of its row",
     ),
     "an index changed": (
         lambda c: edit_shard(c / LAST, keys=load_file(c / LAST)["keys"] + 1), "the checksum of its index does not",
@@ -321,7 +424,8 @@ def test_any_flipped_byte_is_noticed(tmp_path, stored):
         except InputError as error:
             assert path.name in str(error) or "holds no features" in str(error)
         else:
-            assert torch.equal(found.features, clean.features) and torch.equal(found.hidden, clean.hidden), at
+            for name in ("features", "hidden", "log_z"):
+                assert torch.equal(getattr(found, name), getattr(clean, name)), (at, name)
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
@@ -540,8 +644,8 @@ def test_plan_says_what_features_would_take(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}))
     whole = ("--config", "config/dspark/qwen3_4b.py", "--target-config", tmp_path / "config.json")
     code, out, _ = command(capsys, "plan", *whole, "--tokens", "1.24e9")
-    assert code == 0 and re.search(r"bfloat16 +38.1 TB  30,720 bytes a token", out)
-    assert re.search(r"int8 +22.7 TB  18,320 bytes a token", out)
+    assert code == 0 and re.search(r"bfloat16 +38.1 TB  30,724 bytes a token", out)
+    assert re.search(r"int8 +22.7 TB  18,324 bytes a token", out)
     for args in (whole, ("--config", file, "--sample", 0), ("--config", file, "--set", "data.path=no.jsonl")):
         code, out, err = command(capsys, "plan", *args)
         assert code == 2 and len(err) == 1, args

@@ -134,8 +134,8 @@ def test_frozen_figures_of_qwen3_4b(planned):
     V, D, M = 151936, 2560, 9728
     layer = D * (2 * 4096 + 2 * 1024) + 3 * D * M + 2 * 128 + 2 * D
     assert sum(p.parameters.values()) == 5 * D * D + 2 * D + 5 * layer + 2 * V * 256 + D + 256 + 1 == 615_221_249
-    assert p.cache_bytes == 1_240_000_000 * 6 * 2560 * 2 and f"{p.cache_bytes / 1e12:.0f} TB" == "38 TB"
-    assert "38.1 TB (30,720 bytes a token)" in p.text()
+    assert p.cache_bytes == 1_240_000_000 * (6 * 2560 * 2 + 4) and f"{p.cache_bytes / 1e12:.0f} TB" == "38 TB"
+    assert "38.1 TB (30,724 bytes a token)" in p.text()
     assert p.memory["drafter weights"] == p.memory["gradients"] == 4 * 615_221_249
     assert p.memory["target weights"] == 2 * 4_022_468_096
     slots = 512 * 7
@@ -229,7 +229,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         return done.value.code, *capsys.readouterr()
 
     code, out, err = command(str(tmp_path))
-    assert code == 0 and not err and "7.7 GB (7,680 bytes a token)" in out
+    assert code == 0 and not err and "7.7 GB (7,684 bytes a token)" in out
     for wrong in ("nothing.json", str(Path(__file__))):
         code, out, err = command(wrong)
         assert code == 2 and err.count("\n") == 1 and not out, err

@@ -54,6 +54,7 @@ class Batches:
             document=document,
             position=position,
             sample=torch.tensor([number for number, _ in picked], device=self.device),
+            log_z=None if found.log_z is None else ragged.unpack(found.log_z, width),
         )
 
     def tokens(self, picked: Sequence[Picked]) -> int:

@@ -2,7 +2,8 @@
 
 bfloat16 and float32 as they are; int8 in groups of 64 channels with one bfloat16 scale each, because channels of a
 transformer's residual stream differ by orders of magnitude: with one scale for all, most would have a few levels. The
-last hidden state is bfloat16 then: the teacher's distribution comes from it, and it is one part in L + 1.
+last hidden state is bfloat16 then: the teacher's distribution comes from it, and it is one part in L + 1. Beside it
+stands the log Z of that distribution, in float32, so that its sum over all tokens is never formed again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GROUP = 64
 def bytes_per_token(layers: int, dim: int, stored: Stored, supervised: float = 1.0) -> float:
     """Of a cache in which this share of the positions supervises."""
     each = {"bfloat16": 2.0 * dim, "float32": 4.0 * dim, "int8": dim + 2.0 * -(-dim // GROUP)}[stored]
-    return layers * each + supervised * (2.0 * dim if stored == "int8" else each)
+    return layers * each + supervised * (4.0 + (2.0 * dim if stored == "int8" else each))
 
 
 def part_names(stored: Stored) -> list[str]:

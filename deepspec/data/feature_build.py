@@ -27,7 +27,7 @@ from ..cache import writable_dir, write_text
 from ..checked import InputError
 from ..modeling.target import Target
 from ..provenance import provenance
-from .encoding import Stored, bytes_per_token, crc, encode_row, fingerprint, part_names
+from .encoding import Stored, bytes_per_token, crc, encode_row, fingerprint
 from .feature_cache import (
     INDEX,
     Manifest,
@@ -80,7 +80,8 @@ def build(
 ) -> Built:
     """Write what is missing of a cache of these rows. settings: what the features depend on, target_layer_ids among it.
 
-    InputError as in `check_place`, or where there is too little room.
+    InputError as in `check_place`, where there is too little room, and where a cache was begun by a target in another
+    dtype.
     """
     settings = {**settings, "weights": fingerprint(target.vocab)}
     folder = check_place(rows, settings, folder, stored)
@@ -90,6 +91,11 @@ def build(
     done = [(folder / shard_name(n)).exists() for n in range(len(manifest.shards))]
     finished = sum(s.positions for s, there in zip(manifest.shards, done) if there)
     total = sum(s.positions for s in manifest.shards)
+    if not all(done) and manifest.log_z not in (None, _dtype(target)):
+        raise InputError(
+            f"{folder} was begun with a target in {manifest.log_z} and this one is in {_dtype(target)}; go on with "
+            f"train.target_dtype={manifest.log_z}, or use another --out"
+        )
     _room(folder, manifest, 1 - finished / total)
     with tqdm(total=total, initial=finished, unit="tok", unit_scale=True, desc="features", disable=None) as bar:
         for n, shard in enumerate(manifest.shards):
@@ -135,10 +141,14 @@ def _manifest(
     for n in np.unique(number):
         mine = number == n
         shards.append(Shard(int(mine.sum()), int(rows.lengths[mine].sum()), int(supervised[mine].sum())))
-    made_by = {"dtype": str(target.dtype).removeprefix("torch."), "versions": provenance()}
-    manifest = Manifest(settings, stored, dim, rows.digest(), tuple(shards), made_by)
+    made_by = {"dtype": _dtype(target), "versions": provenance()}
+    manifest = Manifest(settings, stored, dim, rows.digest(), tuple(shards), made_by, log_z=_dtype(target))
     write_text(folder / "manifest.json", manifest.text())
     return read_manifest(folder)
+
+
+def _dtype(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager
@@ -161,7 +171,14 @@ def _claim(folder: Path, number: int) -> Iterator[bool]:
 
 def _write(live: Live, manifest: Manifest, number: int, index: range, folder: Path, bar: Any) -> None:
     """Compute the features of the rows `index` and write them as a shard."""
-    rows, layers = live.rows, manifest.layers
+    rows, target = live.rows, live.target
+
+    def stored(features: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+        row = encode_row(features.unflatten(-1, (manifest.layers, -1)), hidden, manifest.dtype)
+        if manifest.log_z is not None:  # of what will be read, not of what was rounded to it
+            row["log_z"] = target.vocab.log_z(row["hidden"].to(target.device)).float().cpu()
+        return row
+
     parts: dict[str, list[Tensor]] = {}
     index_rows = []
     for group in groups(index, rows.lengths[index.start : index.stop].tolist(), PASS_TOKENS):
@@ -174,13 +191,13 @@ def _write(live: Live, manifest: Manifest, number: int, index: range, folder: Pa
                 index_rows.append((0, 0, faults.index(True), 0))
                 continue
             cut, where = slice(end - length, end), torch.from_numpy(rows.supervising(i)).to(found.hidden.device)
-            row = encode_row(found.features[cut].unflatten(-1, (layers, -1)), found.hidden[cut][where], manifest.dtype)
+            row = stored(found.features[cut], found.hidden[cut][where])
             for name, tensor in row.items():
                 parts.setdefault(name, []).append(tensor)
-            index_rows.append((length, len(row["hidden"]), -1, crc(row[name] for name in part_names(manifest.dtype))))
+            index_rows.append((length, len(row["hidden"]), -1, crc(row[name] for name in manifest.parts)))
     if not parts:  # every row was refused
-        shapes = torch.zeros(0, layers, manifest.dim), torch.zeros(0, manifest.dim)
-        parts = {name: [tensor] for name, tensor in encode_row(*shapes, manifest.dtype).items()}
+        nothing = stored(torch.zeros(0, manifest.layers * manifest.dim), torch.zeros(0, manifest.dim))
+        parts = {name: [tensor] for name, tensor in nothing.items()}
     columns = [rows.keys(index).view(np.int64), *np.array(index_rows, dtype=np.int64).T]
     table = {name: np.ascontiguousarray(column) for name, column in zip(INDEX, columns)}
     tensors = {name: torch.cat(part) for name, part in parts.items()}

@@ -2,8 +2,8 @@
 
 `manifest.json` says what was asked for and which rows each shard holds; it is written first. A shard appears under its
 name when all of it is on disk. Features are stored of every position, the last hidden state where it supervises, as
-bfloat16, float32 or int8 (`encoding`). Every row has a CRC of its own, checked the first time it is read, so that
-finding a flipped bit never costs a pass over terabytes.
+bfloat16, float32 or int8 (`encoding`), and with it the log Z of the target's logits there. Every row has a CRC of its
+own, checked the first time it is read, so that finding a flipped bit never costs a pass over terabytes.
 
 Letters: R rows of a shard, N positions of them together, H of these that supervise, L tapped layers, D hidden.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ from .encoding import Stored, crc, decode, fingerprint, part_names
 from .features import FAULTS, Features
 from .rows import Rows
 
-FORMAT = 1
+_LOG = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Caches of format 1 have no log Z. They are read, and finished, without it."""
 INDEX = ("keys", "positions", "supervised", "fault", "crc")
 """Tensors [R] int64 of a shard: the row's key, its N and H (0 where it was refused), its fault (-1: none), its CRC."""
 AGAIN = "run `python -m deepspec.data features` again"
@@ -61,15 +65,23 @@ class Manifest:
     shards: tuple[Shard, ...]
     made_by: dict[str, Any]
     """Versions and the target's dtype; recorded, not compared."""
+    log_z: str | None = None
+    """Dtype of the logits whose log Z is stored; None: it is not."""
 
     @property
     def layers(self) -> int:
         return len(self.settings["target_layer_ids"])
 
     @property
+    def parts(self) -> list[str]:
+        """The tensors of a shard that hold what the target computed."""
+        return part_names(self.dtype) + ([] if self.log_z is None else ["log_z"])
+
+    @property
     def id(self) -> str:
         """Which every shard repeats."""
-        text = json.dumps([self.settings, self.dtype, self.rows, [vars(s) for s in self.shards]], sort_keys=True)
+        told = [self.settings, self.dtype, self.rows, [vars(s) for s in self.shards]]
+        text = json.dumps(told if self.log_z is None else [*told, self.log_z], sort_keys=True)
         return f"{zlib.crc32(text.encode()):08x}"
 
     def seal(self, number: int, index: dict[str, np.ndarray]) -> str:
@@ -79,7 +91,7 @@ class Manifest:
 
     def summary(self) -> dict[str, Any]:
         """What a drafter trained from the cache says of it."""
-        return {"id": self.id, "dtype": self.dtype, "settings": self.settings, "made_by": self.made_by}
+        return {key: getattr(self, key) for key in ("id", "dtype", "settings", "made_by", "log_z")}
 
     def text(self) -> str:
         shards = [vars(s) for s in self.shards]
@@ -93,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(f"{folder} is no feature cache: it has no manifest.json")
     try:
         found = json.loads(place.read_text())
-        if found.pop("format") != FORMAT:
+        if found.pop("format") not in (1, FORMAT):
             raise InputError(f"{place}: made by another version of this package; make the cache anew")
         return Manifest(**{**found, "shards": tuple(Shard(**s) for s in found["shards"])})
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
@@ -104,14 +116,14 @@ class OpenShard:
     """A shard through its memory map; InputError names it where it is not what the manifest says."""
 
     def __init__(self, folder: Path, manifest: Manifest, number: int) -> None:
-        self.path, self.stored = folder / shard_name(number), manifest.dtype
+        self.path, self.parts = folder / shard_name(number), manifest.parts
         if not self.path.is_file():
             raise InputError(f"{self.path} is missing, one of {len(manifest.shards)} shards; {AGAIN}")
         try:
             self._file = safe_open(self.path, "pt")
             metadata = self._file.metadata() or {}
             self.index = {name: self._file.get_tensor(name).numpy() for name in INDEX}
-            shapes = {name: self._file.get_slice(name).get_shape() for name in part_names(self.stored)}
+            shapes = {name: self._file.get_slice(name).get_shape() for name in self.parts}
         except (SafetensorError, OSError, ValueError) as error:
             size = self.path.stat().st_size
             raise self._damaged(f"{size} bytes: {' '.join(str(error).split())}") from None
@@ -127,9 +139,9 @@ class OpenShard:
         self._starts = {name: np.concatenate([[0], np.cumsum(self.index[name])]) for name in counts}
 
     def row(self, i: int, check: bool) -> dict[str, Tensor]:
-        """Features [N, L, D] and hidden [H, D] of row i of the shard, as stored. `check`: compare the CRC."""
+        """features [N, L, D], hidden [H, D], log_z [H] of row i of the shard, as stored. `check`: compare the CRC."""
         found = {}
-        for name in part_names(self.stored):
+        for name in self.parts:
             starts = self._starts[_counted(name)]
             found[name] = self._file.get_slice(name)[int(starts[i]) : int(starts[i + 1])]
         if check and crc(found.values()) != self.index["crc"][i]:
@@ -171,6 +183,7 @@ class Cached:
                 f"{rows.ids[missing[0]]!r}; {AGAIN} for this data, into another directory"
             )
         self.rows, self._shard, self._inside = rows, number[at], inside[at]
+        self._log_z = self.manifest.log_z is not None
         self.fault = fault[at]
         """[R] why a row was refused: its place in FAULTS, -1 where it was not."""
         self._checked = np.zeros(len(rows), dtype=bool)
@@ -186,18 +199,33 @@ class Cached:
             found.append(shard.row(int(self._inside[i]), check=not self._checked[i]))
             self._checked[i] = True
         parts = {name: torch.cat([row[name] for row in found]).to(self.device) for name in found[0]}
-        features, hidden = decode(parts).flatten(1), parts["hidden"]
-        where = torch.from_numpy(np.concatenate([self.rows.supervising(i) for i in index]).nonzero()[0])
-        full = hidden.new_zeros(len(features), hidden.shape[-1]).index_copy_(0, where.to(self.device), hidden)
-        return Features(features, full, torch.zeros(len(index), len(FAULTS), dtype=torch.bool, device=self.device))
+        features, sound = decode(parts).flatten(1), torch.zeros(len(index), len(FAULTS), dtype=torch.bool)
+        supervising = np.concatenate([self.rows.supervising(i) for i in index]).nonzero()[0]
+        where = torch.from_numpy(supervising).to(self.device)
+
+        def spread(part: Tensor) -> Tensor:
+            """[H, ...] -> [N, ...]: zeros where nothing supervises."""
+            return part.new_zeros(len(features), *part.shape[1:]).index_copy_(0, where, part)
+
+        log_z = spread(parts["log_z"]) if self._log_z else None
+        return Features(features, spread(parts["hidden"]), sound.to(self.device), log_z)
 
     def check(self, limit: float) -> None:
         """Nothing: refused rows were counted and left out before training began."""
 
     def check_vocab(self, vocab: Vocab) -> None:
-        """InputError where the target has other weights than the one the cache was made with."""
+        """InputError where the target has other weights than the one the cache was made with. Where it has another
+        dtype, log Z is left out: logits rounded otherwise would not sum to it."""
         if self.manifest.settings["weights"] != fingerprint(vocab):
             raise InputError(f"{self.folder} was made with other weights of the target than these; make another cache")
+        made, here = self.manifest.log_z, str(vocab.head.dtype).removeprefix("torch.")
+        self._log_z = made == here
+        if not self._log_z:
+            _LOG.info(
+                "%s holds %s: the target's logits are formed over all its tokens; a cache made anew by a target in %s "
+                "spares most of them",
+                self.folder, "no log Z" if made is None else f"the log Z of logits in {made}", here,
+            )  # fmt: skip
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:

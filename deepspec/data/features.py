@@ -36,6 +36,8 @@ class Features:
     """[N, D], right at least where it supervises."""
     faults: Tensor
     """[M, len(FAULTS)] bool: what is wrong with each row."""
+    log_z: Tensor | None = None
+    """[N] float32: `Vocab.log_z` of hidden, right where that is; None: not known."""
 
     @property
     def usable(self) -> Tensor:

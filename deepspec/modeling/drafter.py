@@ -43,10 +43,13 @@ class Batch:
     """[B, T] long: position inside the document; None: arange."""
     sample: Tensor | None = None
     """[B] long: ids of the rows in the data set."""
+    log_z: Tensor | None = None
+    """[B, T] float32: vocab.log_z(hidden), right where that is; None: not known."""
 
     def __post_init__(self) -> None:
         B, T = self.tokens.shape
-        for name, dims in (("loss_mask", 2), ("features", 3), ("hidden", 3), ("document", 2), ("position", 2)):
+        shapes = {"loss_mask": 2, "features": 3, "hidden": 3, "document": 2, "position": 2, "log_z": 2}
+        for name, dims in shapes.items():
             value = getattr(self, name)
             if value is not None and (value.dim() != dims or value.shape[:2] != (B, T)):
                 raise ValueError(f"batch.{name} must be [{B}, {T}{', ...' * (dims - 2)}], got {list(value.shape)}")

@@ -9,6 +9,9 @@ from torch.nn import functional as F
 
 from .packed import Packed
 
+_LOGITS_BYTES = 64 << 20
+"""Of the float32 logits that `log_z` has at once."""
+
 
 class Vocab(nn.Module):
     """V tokens: `embed` turns ids into inputs, `logits` turns hidden states into scores, as the target itself does.
@@ -18,6 +21,7 @@ class Vocab(nn.Module):
 
     kept: Tensor | None
     """[Vd] long, ascending: the target ids that can be drafted; None: all."""
+    _kept_head: Tensor | None
 
     def __init__(
         self, embedding: Tensor, head: Tensor, *, softcap: float | None = None, embed_scale: float | None = None,
@@ -34,6 +38,9 @@ class Vocab(nn.Module):
         self.head = nn.Parameter(head, requires_grad=False)
         self.softcap, self.embed_scale = softcap, embed_scale
         self.register_buffer("kept", kept)
+        self.register_buffer("_kept_head", None, persistent=False)
+        self._replaced = draft_head is not None
+        """Whether a drafter's own head stands where the target's rows would."""
         if draft_head is None and kept is not None:
             draft_head = head.detach()[kept]
         self._own_head = None if draft_head is None else nn.Parameter(draft_head, requires_grad=False)
@@ -62,6 +69,18 @@ class Vocab(nn.Module):
     def has_own_head(self) -> bool:
         return self._own_head is not None
 
+    @property
+    def kept_head(self) -> Tensor:
+        """[Vd, D] the target's own rows of the tokens that can be drafted. `draft_head` unless a drafter brought that
+        along; then a copy, made when it is first needed."""
+        if self.kept is None:
+            return self.head
+        if not self._replaced:
+            return self.draft_head
+        if self._kept_head is None:
+            self._kept_head = self.head.detach()[self.kept]
+        return self._kept_head
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] long -> [..., D]."""
         x = F.embedding(tokens, self.embedding)
@@ -74,6 +93,17 @@ class Vocab(nn.Module):
     def target_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]: the target's own scores of its hidden states, whatever a drafter keeps."""
         return self._scores(hidden, self.head)
+
+    def kept_logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., Vd]: of `target_logits` those of the tokens that can be drafted; no others are formed."""
+        return self._scores(hidden, self.kept_head)
+
+    @torch.no_grad()
+    def log_z(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N], float32 or wider: logarithm of the sum of exp(target_logits), which a law is divided by."""
+        rows = max(1, _LOGITS_BYTES // (4 * self.size))
+        parts = (self.target_logits(part) for part in hidden.split(rows))
+        return torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)).logsumexp(-1) for x in parts])
 
     def _scores(self, hidden: Tensor, head: Tensor) -> Tensor:
         logits = (self._packed if head is self.head else self._packed_own)(hidden.to(head.dtype), head)

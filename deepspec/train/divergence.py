@@ -37,11 +37,12 @@ class Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, r: Tensor, w2: Tensor, vocab: Vocab, teacher: Tensor, place: Tensor, label: Tensor,
-        weight: Tensor, config: LossConfig, grad: bool, terms: Callable[..., Any],
+        weight: Tensor, config: LossConfig, grad: bool, terms: Callable[..., Any], log_z: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """h [N, D], r [N, R], w2 [Vd, R], teacher [B * T, D]; place, label, weight [N] -> loss; ce, kl, L1 [N].
 
-        place is ascending. `terms` is `block_terms`, compiled or not.
+        place is ascending. `terms` is `block_terms`, compiled or not. With log_z [B * T], that of the teacher's logits,
+        only those that a drafter keeps are formed.
         """
         device = h.device.type
         fast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
@@ -51,13 +52,15 @@ class Divergence(torch.autograd.Function):
             out = _Results.make(h, r, w2, exact, grad)
             label, known = vocab.to_draft(label)
             work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
-            limits = zip(_BLOCK_BYTES.get(device, _MOST_BYTES), (vocab.draft_size, vocab.size), strict=True)
+            scores, seen = (vocab.target_logits, vocab.size) if log_z is None else (vocab.kept_logits, vocab.draft_size)
+            limits = zip(_BLOCK_BYTES.get(device, _MOST_BYTES), (vocab.draft_size, seen), strict=True)
             rows = max(1, min(limit // (4 * size) for limit, size in limits))
             most = config.slots(vocab.draft_size * fast.itemsize)
             for blocks in _chunks(_blocks(sizes.tolist(), min(rows, most)), most):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
-                seen = vocab.target_logits(teacher[positions[p0:p1]])
-                work.chunk(out, blocks, h[s0:s1].to(fast), r[s0:s1].to(fast), seen, weight[s0:s1])
+                at = positions[p0:p1]
+                of_target = scores(teacher[at]), None if log_z is None else log_z[at]
+                work.chunk(out, blocks, h[s0:s1].to(fast), r[s0:s1].to(fast), *of_target, weight[s0:s1])
         ctx.grads = out.gradients(w2.shape)
         loss = ((config.ce * out.ce + config.kl * out.kl + config.tv * out.l1) * weight).sum()
         ctx.mark_non_differentiable(out.ce, out.kl, out.l1)
@@ -70,7 +73,7 @@ class Divergence(torch.autograd.Function):
             raise RuntimeError("the objective's gradients are formed once; run it again for a second backward")
         h, r, w2 = ctx.grads
         ctx.grads = None  # so that autograd may take the buffers over instead of copying them
-        return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 8
+        return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 9
 
 
 def block_terms(
@@ -130,10 +133,16 @@ def _into(room: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype) if room is None else room.copy_(x)
 
 
-def law(logits: Tensor, vocab: Vocab, dtype: torch.dtype, room: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The target's logits [P, V] -> its law in `dtype` on what a drafter keeps [P, Vd], and the sum of that [P], None
-    where it is 1; may overwrite the logits. Apart, softmax's steps take half of its time."""
+def law(
+    logits: Tensor, log_z: Tensor | None, vocab: Vocab, dtype: torch.dtype, room: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The target's logits [P, V], or of what a drafter keeps [P, Vd] and log Z of all [P] -> its law in `dtype` on what
+    is kept [P, Vd], and the sum of that [P], None where it is 1; may overwrite the logits. Apart, softmax's steps take
+    half of its time."""
     e = _into(room, logits, dtype)
+    if log_z is not None:
+        p = e.sub_(log_z[:, None]).exp_()
+        return p, None if vocab.kept is None else p.sum(-1)
     e = e.sub_(e.amax(-1, keepdim=True)).exp_()
     by = e.sum(-1, keepdim=True).reciprocal_()
     part, mass = vocab.keep(e)
@@ -154,8 +163,11 @@ class _Work:
     exact: torch.dtype
     terms: Callable[..., Any]
 
-    def chunk(self, out: _Results, blocks: list[Span], h: Tensor, r: Tensor, seen: Tensor, weight: Tensor) -> None:
-        """h [C, D], r [C, R], the target's logits at its positions `seen` [P, V], weight [C]."""
+    def chunk(
+        self, out: _Results, blocks: list[Span], h: Tensor, r: Tensor, seen: Tensor, log_z: Tensor | None,
+        weight: Tensor,
+    ) -> None:  # fmt: skip
+        """h [C, D], r [C, R], the target's logits `seen` and log_z at its positions as `law` takes them, weight [C]."""
         c, cap, markov = self.config, self.vocab.softcap, self.w2.numel() > 0
         weights = c.ce, c.kl, c.tv
         number = len(h)
@@ -175,13 +187,14 @@ class _Work:
         first = torch.tensor([pa for pa, *_ in blocks], device=h.device)
         which = self.which[cut] - first.repeat_interleave(torch.tensor(sizes, device=h.device), output_size=number)
         knowns = [None] * len(blocks) if known is None else known.split(sizes)
+        log_zs = [None] * len(blocks) if log_z is None else log_z.split(places)
         by_slot = (x[:number].split(sizes) for x in (logits, base, r, which, label))
-        views = zip(*by_slot, knowns, seen.split(places), strict=True)
+        views = zip(*by_slot, knowns, seen.split(places), log_zs, strict=True)
         # blocks work in one place, which stays in a cache; on CUDA and in compiled code that is not ours to say
-        blank = None if h.is_cuda else h.new_empty(max(places), self.vocab.size, dtype=self.exact)
+        blank = None if h.is_cuda else h.new_empty(max(places), seen.shape[1], dtype=self.exact)
         room = [] if h.is_cuda else [h.new_empty(max(sizes), len(self.head), dtype=self.exact) for _ in range(3)]
-        for x, under, row, here, token, sure, target in views:
-            p, mass = law(target, self.vocab, self.exact, None if blank is None else blank[: len(target)])
+        for x, under, row, here, token, sure, target, total in views:
+            p, mass = law(target, total, self.vocab, self.exact, None if blank is None else blank[: len(target)])
             share = None if mass is None else mass[here, None]
             scores, tanh = x, None
             if cap is not None:
@@ -198,11 +211,11 @@ class _Work:
                 x.copy_(scores)
                 under.copy_(scores.mul_(1 - tanh.square_()))
         z, at_label, mean, l1 = (torch.cat(parts)[:, 0] for parts in zip(*found, strict=True))
-        log_z = z.log()
-        out.ce[cut] = log_z - at_label if known is None else (log_z - at_label) * known[:, 0]
+        log_q = z.log()
+        out.ce[cut] = log_q - at_label if known is None else (log_q - at_label) * known[:, 0]
         share = torch.cat(shares)[:, 0] if shares else None
         if c.kl:
-            out.kl[cut] = (log_z if share is None else log_z * share) - mean
+            out.kl[cut] = (log_q if share is None else log_q * share) - mean
         out.l1[cut] = l1 / z if share is None else l1 / z + (1 - share).clamp(min=0)
         if out.wanted:
             scale = F.pad(weight / z * _unit(weights), (0, more))

@@ -1,8 +1,9 @@
 """One training objective for every drafter: four weighted terms over the supervised slots of every block.
 
 Nothing of size [slots, V] outlives a chunk (divergence.py). Slots are sorted by the position whose successor they
-predict, so that the target's distribution is formed once per position; loss and gradient of a chunk are formed together
-in the forward pass, and what is kept for backward is [slots, D], [slots, R] and the gradient of the head's own matrix.
+predict, so that the target's distribution is formed once per position, and where its log Z is known on the kept tokens
+alone. Loss and gradient of a chunk are formed together in the forward pass, and what is kept for backward is
+[slots, D], [slots, R] and the gradient of the head's own matrix.
 
 A drafter that keeps Vd of the target's V tokens is scored against the whole of V: a label it cannot draft has no ce
 term, kl sums over Vd, L1 counts the target's mass on the rest in full.
@@ -70,6 +71,7 @@ class Objective(nn.Module):
             c,
             torch.is_grad_enabled(),
             self._terms,
+            None if batch.log_z is None else batch.log_z.flatten(),
         )
         accept = (1 - l1 / 2).clamp(0, 1)
         bce = torch.zeros_like(accept)

@@ -50,7 +50,7 @@ class Plan:
     memory: dict[str, int]
     flops: dict[str, float]
     cache_bytes: int
-    """Features and last hidden state of `tokens` tokens, in the target's dtype."""
+    """Features, last hidden state and log Z of `tokens` tokens, in the target's dtype."""
     live_flops: float
     """The target's forward pass over `tokens` tokens, once an epoch."""
     tokens: int
@@ -118,6 +118,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     train, dtype = config.train, _target_dtype(config, text, device)
     T, D, V = config.data.max_length, family.block.dim, text.vocab_size
     Vd = config.drafter.draft_vocab_size or V
+    seen = V if config.data.features == "live" else Vd  # a cache knows log Z (one of format 1 does not)
     run = _dry_run(config, family, V, T)
     layers = _layer_parameters(text)
     L, size = len(config.drafter.target_layer_ids), dtype.itemsize
@@ -155,14 +156,14 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
             "activations of a micro-batch": micro * run.kept,
             "slot states and their gradients": micro * slots * 2 * (D + run.rank) * 4,
             # the target's logits and the drafter's
-            "loss, one chunk": config.loss.slots(row * Vd // V) * (row + row * Vd // V),
+            "loss, one chunk": config.loss.slots(row * Vd // V) * (row * seen // V + row * Vd // V),
         },
         flops={
             "target forward (live features)": batch * float(forward),
             "drafter, forward and backward": batch * 3 * float(run.flops),
-            "head and loss": batch * float(slots * 2 * Vd * (2 * D + 3 * run.rank) + 2 * min(T, slots) * V * D),
+            "head and loss": batch * float(slots * 2 * Vd * (2 * D + 3 * run.rank) + 2 * min(T, slots) * seen * D),
         },
-        cache_bytes=tokens * (L + 1) * D * size,
+        cache_bytes=tokens * ((L + 1) * D * size + 4),  # log Z
         live_flops=tokens / T * float(forward),
         tokens=tokens,
         resolved=_resolved(config, dtype, run.num_slots),
