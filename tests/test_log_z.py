@@ -135,11 +135,12 @@ def test_nothing_is_as_wide_as_the_vocabulary(kind, which, softcap):
 
 @caps
 @vocabs
-@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("at_once", [(1, 1), (3, 2), (100, 3), (100, 100)], ids=str)
 def test_log_z_and_the_kept_logits_make_the_target_s_law(which, softcap, at_once, monkeypatch):
     """Whatever head a drafter has, and however many rows are worked on at once."""
     vocab, hidden = vocab_of(which, softcap), torch.randn(8, target().spec.dim)
-    monkeypatch.setattr(vocab_module, "_LOGITS_BYTES", 4 * V * at_once)
+    monkeypatch.setattr(vocab_module, "_LOGITS_BYTES", 4 * V * at_once[0])
+    monkeypatch.setattr(vocab_module, "_SUM_BYTES", {"cpu": 4 * V * at_once[1]})
     law = target().vocab.logits(hidden)
     law = (law if softcap is None else softcap * (law / softcap).tanh()).softmax(-1)
     found = (vocab.kept_logits(hidden) - vocab.log_z(hidden)[:, None]).exp()
