@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import worlds
-from helpers import write_run
+from helpers import hf_model, write_run
 
 import deepspec
 from deepspec import ConfigError, load_config
@@ -69,6 +69,21 @@ def two(folder):
     ranks = worlds.together(2, worlds.train, jobs(folder, "two"))
     names = list(itertools.product(KINDS, ("ddp", "fsdp")))
     return {name: tuple(rank[i] for rank in ranks) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
+def test_processes_on_unlike_machines_are_told(tmp_path, own):
+    """Where 'auto' comes to another dtype in one of them, all are told, of a precision or a target's; where both are
+    said they train."""
+    hf_model().to(own).save_pretrained(tmp_path / "target")
+    file = write_run(tmp_path)
+    auto = (f"out={tmp_path / 'auto'}", "train.precision=auto")
+    slow = "fp32 with a target in float32"
+    quick = f"bf16 with a target in {str(own).removeprefix('torch.')}"
+    for found in worlds.together(2, worlds.train_on_unlike_machines, file, auto):
+        assert found == f"processes would train in {quick} and {slow}: say train.precision and train.target_dtype"
+    said = (f"out={tmp_path / 'said'}", "train.precision=fp32", "train.target_dtype=float32", "train.max_steps=1")
+    assert worlds.together(2, worlds.train_on_unlike_machines, file, said) == ["", ""]
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

@@ -58,6 +58,10 @@ class _Run:
         """Finished steps: before this run, and in the newest checkpoint."""
         if len({*world.gather([(self.start, parts.identity["digest"])])}) > 1:
             raise InputError("processes see different data or checkpoints: data.path and `out` must be shared folders")
+        dtypes = {*world.gather([(train.precision, str(parts.target.dtype).removeprefix("torch."))])}
+        if len(dtypes) > 1:  # a machine that is slow in bfloat16 among others
+            found = " and ".join(f"{precision} with a target in {dtype}" for precision, dtype in sorted(dtypes))
+            raise InputError(f"processes would train in {found}: say train.precision and train.target_dtype")
         loader, self.batches = parts.data.loader(), parts.data.batches(parts.target)
         self.total = min(train.max_steps or 1 << 62, loader.steps(train.epochs))
         self.stepper = Stepper(config, world, parts.drafter, loader, self.batches, self.total, stop)
