@@ -66,6 +66,34 @@ def test_a_target_and_its_ends_have_one_dtype(tmp_path, quick, own, said):
         assert torch.equal(ours.vocab.head, head.to(own).to(wanted))
 
 
+@pytest.mark.parametrize("says", ["its own", None, "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("own", [HALF, FULL])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4"])
+def test_auto_is_the_dtype_it_comes_to(tmp_path, quick, family, own, says):
+    """The same bits as where that dtype is said, also of what a model computes for itself (embed_scale) and where a
+    config says another dtype than its weights are stored in, or none. Target, ends, and a plan agree on it."""
+    hf_model(family).to(own).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if says != "its own":
+        config |= {"dtype": says}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    meant = own if says in (None, "its own") else getattr(torch, says)
+    wanted = meant if meant == FULL or (meant == HALF and quick) else FULL
+    auto, ends = Target.load(str(tmp_path)), Ends.load(str(tmp_path))
+    named = Target.load(str(tmp_path), dtype=wanted)
+    tokens = torch.arange(11)[None]
+    assert {wanted} == {p.dtype for p in auto.model.parameters()} == {ends.dtype, ends.vocab.embedding.dtype}
+    for ours, theirs in zip(auto.features(tokens, [11], (0, 2)), named.features(tokens, [11], (0, 2)), strict=True):
+        assert torch.equal(ours, theirs)
+    embedded = auto.model.get_input_embeddings()(tokens)
+    for vocab in (auto.vocab, ends.vocab):
+        assert torch.equal(vocab.head, named.vocab.head) and torch.equal(vocab.embed(tokens), embedded)
+    if says is not None:
+        run = deepspec.load_config(write_run(tmp_path / "run"), "train.target_dtype=auto")
+        resolved = plan(run, target_config(run, str(tmp_path))).resolved
+        assert resolved["train.target_dtype"] == str(wanted).removeprefix("torch.")
+
+
 def test_other_devices_keep_a_checkpoints_dtype(monkeypatch):
     machine(monkeypatch, False)
     for own in (HALF, torch.float16, FULL):

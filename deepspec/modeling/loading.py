@@ -61,26 +61,39 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     where, extra = resolve(name)
-    kind, placed = dtype_of(dtype), device_map is not None or bits is not None
+    said, home, placed = dtype_of(dtype), pick_device(device), device_map is not None or bits is not None
+    # the config of a GGUF file names no dtype, and takes long to read
+    kind = own_dtype(load_config(name, revision), home) if said == "auto" and not extra else said
     more: dict[str, Any] = dict(extra)
     if placed:
-        more["device_map"] = {"": pick_device(device)} if device_map is None else device_map
+        more["device_map"] = {"": home} if device_map is None else device_map
+
+    def read(kind: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **more
+        )
+
     with _explained(name):
         if bits is not None:
             from transformers import BitsAndBytesConfig
 
             own = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-            if bits == 4 and kind != "auto":
-                own["bnb_4bit_compute_dtype"] = kind
+            if bits == 4 and said != "auto":
+                own["bnb_4bit_compute_dtype"] = said
             more["quantization_config"] = BitsAndBytesConfig(**own)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=kind, revision=revision or "main", attn_implementation="sdpa", **more
-        )
-    if placed:
-        return model
-    home = pick_device(device)
-    wanted = auto_dtype(model.dtype, home) if kind == "auto" else model.dtype
-    return model.to(device=home) if wanted == model.dtype else model.to(device=home, dtype=wanted)
+        model = read(kind)
+        if kind == "auto" and (wanted := auto_dtype(model.dtype, home)) != model.dtype:
+            # read again, not cast: what a model computes for itself (Gemma's embed_scale) would stay rounded
+            del model
+            model = read(wanted)
+    return model if placed else model.to(device=home)
+
+
+def own_dtype(config: Any, device: torch.device) -> Any:
+    """'auto' for a target of this config: what that says its weights are, as `auto_dtype` has it on the device; 'auto'
+    where it says nothing, so that the weights decide."""
+    found = getattr(config, "dtype", None)
+    return "auto" if found is None else auto_dtype(dtype_of(found), device)
 
 
 def weight_at(module: Any, device: torch.device) -> torch.Tensor:
@@ -162,6 +175,7 @@ def load_vocab(
             raise InputError(f"target {name!r} has no tensor named lm_head.weight and its embeddings are not tied")
         head = embedding
     kind, home = dtype_of(dtype), pick_device(device)
+    kind = own_dtype(config, home) if kind == "auto" else kind
     embedding_, head_ = (
         x.to(device=home, dtype=auto_dtype(x.dtype, home) if kind == "auto" else kind) for x in (embedding, head)
     )

@@ -115,7 +115,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
     config.drafter.check_target(num_layers=text.num_hidden_layers, vocab_size=text.vocab_size, special_ids=special)
     device = pick_device(train.device)
     config = settled(config, device)
-    train, dtype = config.train, _target_dtype(config, text, device)
+    train, dtype = config.train, _target_dtype(config, hf, device)
     T, D, V = config.data.max_length, family.block.dim, text.vocab_size
     Vd = config.drafter.draft_vocab_size or V
     seen = V if config.data.features == "live" else Vd  # a cache knows log Z (one of format 1 does not)
@@ -264,11 +264,10 @@ def _layer_parameters(text: Any) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) not in out)
 
 
-def _target_dtype(config: Config, text: Any, device: torch.device) -> torch.dtype:
-    if config.train.target_dtype != "auto":
-        return dtype_of(config.train.target_dtype)
-    found = getattr(text, "dtype", None)
-    return auto_dtype(torch.bfloat16 if found is None else dtype_of(found), device)
+def _target_dtype(config: Config, hf: Any, device: torch.device) -> torch.dtype:
+    said = dtype_of(config.train.target_dtype)
+    found = loading.own_dtype(hf, device) if said == "auto" else said
+    return auto_dtype(torch.bfloat16, device) if found == "auto" else found
 
 
 def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
