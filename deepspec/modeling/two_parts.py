@@ -175,8 +175,8 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, sizes: tuple[int, int, 
 
 
 def _plus(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """total += x @ y, in place."""
-    return total.baddbmm_(x, y) if total.dtype == x.dtype else total.add_(x @ y)
+    """total += x @ y, in place. Of a part of a larger tensor baddbmm would be a product for each matrix on a CPU."""
+    return total.baddbmm_(x, y) if total.dtype == x.dtype and total.is_contiguous() else total.add_(x @ y)
 
 
 def _groups(x: Tensor, A: int) -> Tensor:

@@ -23,8 +23,8 @@ from ..modeling.sizes import rounded
 from ..modeling.vocab import Vocab
 
 _BLOCK_BYTES = {"cpu": (512 << 10, 3 << 20)}
-"""Of one float32 tensor of a block, of which there are three, and of the target's law. So small on a CPU that the three
-stay in a core's own cache."""
+"""Of one float32 tensor of a block, of which there are three, and of the target's law, for each thread. So small on a
+CPU that the three stay in a core's own cache."""
 _MOST_BYTES = (64 << 20, 64 << 20)
 
 Span = tuple[int, int, int, int]
@@ -53,8 +53,7 @@ class Divergence(torch.autograd.Function):
             label, known = vocab.to_draft(label)
             work = _Work(config, vocab, vocab.draft_head.to(fast), w2.to(fast), label, known, which, exact, terms)
             scores, seen = (vocab.target_logits, vocab.size) if log_z is None else (vocab.kept_logits, vocab.draft_size)
-            limits = zip(_BLOCK_BYTES.get(device, _MOST_BYTES), (vocab.draft_size, seen), strict=True)
-            rows = max(1, min(limit // (4 * size) for limit, size in limits))
+            rows = _block_rows(device, vocab.draft_size, seen)
             most = config.slots(vocab.draft_size * fast.itemsize)
             for blocks in _chunks(_blocks(sizes.tolist(), min(rows, most)), most):
                 p0, p1, s0, s1 = blocks[0][0], blocks[-1][1], blocks[0][2], blocks[-1][3]
@@ -74,6 +73,13 @@ class Divergence(torch.autograd.Function):
         h, r, w2 = ctx.grads
         ctx.grads = None  # so that autograd may take the buffers over instead of copying them
         return h.mul_(scale), r.mul_(scale), w2.mul_(scale) if w2.numel() else None, *[None] * 9
+
+
+def _block_rows(device: str, *sizes: int) -> int:
+    """Most rows of a block whose tensors, and the target's law, are so many tokens wide."""
+    least = _BLOCK_BYTES.get(device, _MOST_BYTES)
+    limits = (min(b * torch.get_num_threads(), most) for b, most in zip(least, _MOST_BYTES, strict=True))
+    return max(1, min(limit // (4 * size) for limit, size in zip(limits, sizes, strict=True)))
 
 
 def block_terms(

@@ -56,7 +56,7 @@ class Objective(nn.Module):
         hidden = d.hidden(batch, anchors[0])
         rows = d.rows(hidden, slots.prev)
         index = slots.index
-        h, r = hidden.flatten(0, 2)[index], rows.flatten(0, 2)[index]
+        h, r = (x.flatten(0, 2).index_select(0, index) for x in (hidden, rows))
         weight_N, weight = self._weights(batch, slots)
         head = r.new_empty(0, 0) if d.rows_out is None else d.rows_out
         loss, ce, kl, l1 = Divergence.apply(
@@ -76,7 +76,7 @@ class Objective(nn.Module):
         accept = (1 - l1 / 2).clamp(0, 1)
         bce = torch.zeros_like(accept)
         if c.confidence:
-            guess = d.confidence(hidden, slots.prev).flatten()[index].float()
+            guess = d.confidence(hidden, slots.prev).flatten().index_select(0, index).float()
             bce = F.binary_cross_entropy_with_logits(guess, accept, reduction="none")
             loss = loss + c.confidence * (bce * weight_N).sum()
         return loss, weight, self._metrics(slots, ce, kl, l1, bce.detach(), accept)
