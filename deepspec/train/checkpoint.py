@@ -81,7 +81,7 @@ def choose(out: Path, resume: str, settings: dict[str, Any]) -> Saved | None:
     if differences := differ(_complete(trainer["settings"]), settings):
         raise ConfigError(
             f"{path.parent.parent} holds a run with other settings ({'; '.join(differences)}); "
-            "choose another `out`, or --resume never to start over"
+            "go on with those (--set), choose another `out`, or --resume never to start over"
         )
     return Saved(path, int(trainer["step"]), config["deepspec"])
 
