@@ -61,8 +61,8 @@ RECIPE = Recipe()
 def target_dir(recipe: Recipe = RECIPE) -> Path:
     """Where the target of `recipe` is kept. Pure: neither builds nor looks.
 
-    The name covers the recipe and the Python version, since the text differs between versions: the same name is the
-    same target, up to rounding.
+    The name covers the recipe and the Python version, patch release and all, since the text differs between them: the
+    same name is the same target, up to rounding.
     """
-    text = json.dumps([dataclasses.asdict(recipe), sys.version_info[:2]])
+    text = json.dumps([dataclasses.asdict(recipe), sys.version_info[:3]])
     return cache_dir("tiny", f"v{recipe.version}-{hashlib.sha256(text.encode()).hexdigest()[:10]}")
