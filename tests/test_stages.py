@@ -54,6 +54,8 @@ def test_an_interruption_lets_all_save_and_ends_the_script(tmp_path: Path) -> No
     running = subprocess.Popen(
         script(tmp_path, f"stage jobs at_once logs a {job} a 1 ++ b {job} b 0.1"), cwd=tmp_path, start_new_session=True,
         stdout=subprocess.PIPE, text=True,
+        # a shell that was started with the signal ignored, as in the background of another, cannot trap it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     until = time.monotonic() + 30
     while not all((tmp_path / f"{name}.ready").exists() for name in "ab"):

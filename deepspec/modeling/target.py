@@ -27,7 +27,6 @@ from .devices import pick_device
 from .families import Family, read_family
 from .fixed import PLACES, FixedDecoder, capacity
 from .loading import load_model, load_tokenizer, stop_ids, weight_at
-from .norms import quicken
 from .packed import pack
 from .passes import Pass
 from .sizes import rounded
@@ -79,7 +78,6 @@ class Target:
         self.vocab = Vocab(embedding, head, softcap=family.softcap, embed_scale=family.embed_scale)
         self._decoder = model.get_decoder()
         pack(self._decoder)
-        quicken(self._decoder)
         self.num_layers = len(self._decoder.layers)
         _register_attention()
         model.set_attn_implementation(ATTENTION)
