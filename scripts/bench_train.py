@@ -30,6 +30,7 @@ import deepspec
 from deepspec.allocator import keep_freed_memory
 from deepspec.checked import InputError
 from deepspec.config import load_config
+from deepspec.modeling.devices import dtype_name
 from deepspec.provenance import provenance
 from deepspec.train.distributed import World
 from deepspec.train.objective import _Slots
@@ -246,7 +247,7 @@ def main() -> None:
         "config": args.config,
         "set": args.set,
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
-        "precision": str(bench.dtype).removeprefix("torch."),
+        "precision": dtype_name(bench.dtype),
         "versions": provenance(),
         "seconds_a_step": middle(lambda r: r["seconds"]),
         "floor_seconds": middle(lambda r: r["floor"]),

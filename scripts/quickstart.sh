@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a table of plain decoding, DFlash and DSpark, on two cores in about nine minutes:
+# From nothing to a table of plain decoding, DFlash and DSpark, on two cores in about ten minutes:
 # install, train the embedded target, let it answer prompts, cache its features, train both drafters, evaluate.
 # Safe to run again: each stage goes on where it was, or finds its work done.
 set -euo pipefail

@@ -26,14 +26,7 @@ config = replace(
     loss=replace(base.loss, chunk=64),
     data=replace(base.data, path=(str(cache_dir("gemma3-270m-answers.jsonl")),), max_length=512, thinking="auto"),
     train=replace(
-        base.train,
-        lr=1.5e-3,
-        epochs=4,
-        batch_size=2,
-        micro_batch=2,
-        init="target",
-        precision="auto",
-        save_every=200,
+        base.train, lr=1.5e-3, epochs=4, batch_size=2, micro_batch=2, init="target", precision="auto", save_every=200
     ),
     out=Path("runs/gemma3_270m/dspark"),
 )

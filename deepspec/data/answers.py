@@ -82,11 +82,12 @@ def regenerate(
     only recorded. Returns the manifest. InputError where the file cannot be written, or was made with other settings.
     """
     from ..eval.generate import stream  # here, because it imports the engine
+    from ..modeling.devices import dtype_name
 
     answering = Answering(
         target=target.name,
         revision=target.revision,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         tokenizer=target.tokenizer,
         stop_ids=tuple(target.stop_ids),
         vocab_size=target.vocab.size,

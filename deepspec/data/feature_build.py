@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from ..cache import writable_dir, write_text
 from ..checked import InputError
+from ..modeling.devices import dtype_name
 from ..modeling.target import Target
 from ..provenance import provenance
 from .encoding import Stored, bytes_per_token, crc, encode_row, fingerprint
@@ -91,9 +92,10 @@ def build(
     done = [(folder / shard_name(n)).exists() for n in range(len(manifest.shards))]
     finished = sum(s.positions for s, there in zip(manifest.shards, done) if there)
     total = sum(s.positions for s in manifest.shards)
-    if not all(done) and manifest.log_z not in (None, _dtype(target)):
+    here = dtype_name(target.dtype)
+    if not all(done) and manifest.log_z not in (None, here):
         raise InputError(
-            f"{folder} was begun with a target in {manifest.log_z} and this one is in {_dtype(target)}; go on with "
+            f"{folder} was begun with a target in {manifest.log_z} and this one is in {here}; go on with "
             f"train.target_dtype={manifest.log_z}, or use another --out"
         )
     _room(folder, manifest, 1 - finished / total)
@@ -141,14 +143,11 @@ def _manifest(
     for n in np.unique(number):
         mine = number == n
         shards.append(Shard(int(mine.sum()), int(rows.lengths[mine].sum()), int(supervised[mine].sum())))
-    made_by = {"dtype": _dtype(target), "versions": provenance()}
-    manifest = Manifest(settings, stored, dim, rows.digest(), tuple(shards), made_by, log_z=_dtype(target))
+    here = dtype_name(target.dtype)
+    made_by = {"dtype": here, "versions": provenance()}
+    manifest = Manifest(settings, stored, dim, rows.digest(), tuple(shards), made_by, log_z=here)
     write_text(folder / "manifest.json", manifest.text())
     return read_manifest(folder)
-
-
-def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

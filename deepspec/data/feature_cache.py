@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checked import InputError
+from ..modeling.devices import dtype_name
 from ..modeling.vocab import Vocab
 from .encoding import Stored, crc, decode, fingerprint, part_names
 from .features import FAULTS, Features
@@ -218,7 +219,7 @@ class Cached:
         dtype, log Z is left out: logits rounded otherwise would not sum to it."""
         if self.manifest.settings["weights"] != fingerprint(vocab):
             raise InputError(f"{self.folder} was made with other weights of the target than these; make another cache")
-        made, here = self.manifest.log_z, str(vocab.head.dtype).removeprefix("torch.")
+        made, here = self.manifest.log_z, dtype_name(vocab.head.dtype)
         self._log_z = made == here
         if not self._log_z:
             _LOG.info(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..checked import InputError
 from ..config import Config
+from ..modeling.devices import dtype_name
 from ..modeling.target import Target
 from ..units import byte_size, duration
 from .encoding import Stored, bytes_per_token
@@ -69,7 +70,7 @@ def speed(config: Config, rows: Rows, seconds: float) -> tuple[float, str]:
         part = range(done, min(len(rows), done + max(1, train.micro_batch)))
         live(part).hidden.sum().item()  # waits for the device
         done, tokens = part.stop, tokens + int(rows.lengths[part.start : part.stop].sum())
-    where = f"{target.device.type} in {str(target.dtype).removeprefix('torch.')}"
+    where = f"{target.device.type} in {dtype_name(target.dtype)}"
     return tokens / (time.perf_counter() - began), where
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..config import as_dict
+from ..modeling.devices import dtype_name
 from ..modeling.drafter import Drafter
 from ..modeling.target import Target
 from ..provenance import provenance
@@ -175,7 +176,7 @@ def environment(models: Models, config: EvalConfig) -> Row:
     target = models.target
     return {
         "target": {"name": target.name, "revision": target.revision},
-        "dtype": dtype_name(target),
+        "dtype": dtype_name(target.dtype),
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
         "versions": provenance(),
@@ -191,10 +192,6 @@ def own_parameters(drafter: Drafter) -> int:
     """Parameters of a drafter, without the target's embedding and head."""
     shared = {id(p) for p in drafter.vocab.parameters()}
     return sum(p.numel() for p in drafter.parameters() if id(p) not in shared)
-
-
-def dtype_name(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:

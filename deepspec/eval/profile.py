@@ -89,6 +89,7 @@ def describe(
     clock: "Time",
 ) -> "Profile":
     """What was measured, as a profile that says how."""
+    from ..modeling.devices import dtype_name
     from ..provenance import provenance
     from .cost import Profile
     from .probing import additive
@@ -99,7 +100,7 @@ def describe(
         "measured": [{"requests": m.requests, "off": m.off, "step": list(m.step.items())} for m in measured],
         "fit_error": error,
         "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "temperature": sampling.temperature,
         "clock": clock,
@@ -113,12 +114,13 @@ def with_costs(models: "Models", work: "Work", out: Path) -> "Models":
     """The models, knowing what a round with each drafter costs at the run's concurrency where a contender's schedule
     asks for it: read from `out` where an earlier or another process measured it, else measured and written there."""
     from ..cache import write_text
+    from ..modeling.devices import dtype_name
     from .cost import load_profile
     from .rounds import BUDGET
 
     config, target = work.config, models.target
     for name in dict.fromkeys(c.drafter for c in work.contenders if c.needs_cost and c.drafter is not None):
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = dtype_name(target.dtype)
         path = out / f"profile-{re.sub('[^A-Za-z0-9.+-]', '_', name)}-{dtype}.json"
         if not path.exists():
             room = target.spec.max_positions - BUDGET

@@ -21,6 +21,7 @@ from ..cache import whole_dir
 from ..checked import InputError
 from ..modeling import draft_vocab
 from ..modeling.block import BlockConfig
+from ..modeling.devices import dtype_name
 from ..modeling.drafter import Drafter, DrafterConfig
 from ..modeling.eagle3 import Eagle3Config
 from ..modeling.spec import BlockSpec
@@ -79,7 +80,7 @@ def to_json(config: DrafterConfig, spec: BlockSpec, vocab: Vocab, *, dtype: torc
     rope = {key: json.loads(value) for key, value in spec.rope}
     if window is not None and "full_attention" in rope:
         rope["sliding_attention"] = rope["full_attention"]  # layer types choose the mask here, not the rotary
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return {
         "dtype": name,
         "torch_dtype": name,

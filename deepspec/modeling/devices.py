@@ -31,6 +31,11 @@ def dtype_of(dtype: str | torch.dtype) -> Any:
     return found
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files and reports have it: 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")
+
+
 def quick_dtype(device: torch.device) -> torch.dtype:
     """bfloat16, but float32 on a CPU that has no instructions for bfloat16 products: it takes several times as long for
     them as for float32's, for some shapes a hundred times."""

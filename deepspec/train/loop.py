@@ -15,6 +15,7 @@ from ..cache import tentative, whole_dir, writable_dir
 from ..checked import ConfigError, InputError, RunError
 from ..config import Config, as_dict
 from ..hub.native import write_drafter
+from ..modeling.devices import dtype_name
 from . import checkpoint
 from .distributed import World
 from .precision import settled
@@ -58,7 +59,7 @@ class _Run:
         """Finished steps: before this run, and in the newest checkpoint."""
         if len({*world.gather([(self.start, parts.identity["digest"])])}) > 1:
             raise InputError("processes see different data or checkpoints: data.path and `out` must be shared folders")
-        dtypes = {*world.gather([(train.precision, str(parts.target.dtype).removeprefix("torch."))])}
+        dtypes = {*world.gather([(train.precision, dtype_name(parts.target.dtype))])}
         if len(dtypes) > 1:  # a machine that is slow in bfloat16 among others
             found = " and ".join(f"{precision} with a target in {dtype}" for precision, dtype in sorted(dtypes))
             raise InputError(f"processes would train in {found}: say train.precision and train.target_dtype")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..checked import InputError
 from ..config import Config, as_dict
 from ..modeling import loading
-from ..modeling.devices import auto_dtype, dtype_of, pick_device
+from ..modeling.devices import auto_dtype, dtype_name, dtype_of, pick_device
 from ..modeling.drafter import Batch, Drafter
 from ..modeling.families import Family, read_family
 from ..modeling.vocab import Vocab
@@ -166,7 +166,7 @@ def plan(config: Config, hf: Any, tokens: int = TOKENS) -> Plan:
         cache_bytes=tokens * ((L + 1) * D * size + 4),  # log Z
         live_flops=tokens / T * float(forward),
         tokens=tokens,
-        resolved=_resolved(config, dtype, run.num_slots),
+        resolved=_resolved(config, device, dtype, run.num_slots),
     )
 
 
@@ -270,7 +270,7 @@ def _target_dtype(config: Config, hf: Any, device: torch.device) -> torch.dtype:
     return auto_dtype(torch.bfloat16, device) if found == "auto" else found
 
 
-def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
+def _resolved(config: Config, device: torch.device, dtype: torch.dtype, slots: int) -> dict[str, Any]:
     """Every setting by its dotted name, and what 'auto' and fractions come to."""
     flat: dict[str, Any] = {}
 
@@ -282,9 +282,9 @@ def _resolved(config: Config, dtype: torch.dtype, slots: int) -> dict[str, Any]:
             flat[key] = value
 
     walk(as_dict(config), "")
-    device, train = pick_device(config.train.device), config.train
+    train = config.train
     flat["train.device"] = str(device)
-    flat["train.target_dtype"] = str(dtype).removeprefix("torch.")
+    flat["train.target_dtype"] = dtype_name(dtype)
     if train.attention == "auto":
         flat["train.attention"] = "flex" if device.type == "cuda" else "sdpa"
     flat["(draft tokens a round)"] = slots
